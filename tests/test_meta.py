@@ -491,7 +491,7 @@ def test_the_list_of_files_is_that_of_their_docstrings() -> None:
 
 def test_the_tables_of_measurements_are_those_of_stored_runs() -> None:
     used = []
-    for document in sorted((ROOT / "docs").glob("*.md")):
+    for document in sorted((ROOT / "docs").rglob("*.md")):
         text = document.read_text()
         assert text == tables.filled(text), f"{document.name}: run `make tables`"
         used += re.findall(r"<!-- measured: (\w+) -->", text)

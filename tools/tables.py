@@ -376,6 +376,28 @@ def shard(found: Figures) -> Iterable[Sequence[str]]:
         yield title, *(part(found.get(f"shard/{name}/{group}")) for group in ("gloo", "auto")), goal
 
 
+def checkpoint(found: Figures) -> Iterable[Sequence[str]]:
+    yield "4 ranks, local disk", "ours", "DCP", "ours over DCP's", "goal", "safetensors, a file per rank"
+    for title, kind, goal in (
+        ("save", "save", "0.6"),
+        ("load", "load", "0.6"),
+        ("stall of a step, saved in the background", "stall", "0.5"),
+    ):
+        for name, figure in found.items():
+            if match := re.fullmatch(rf"checkpoint/{kind}/(\d+)MB", name):
+                bare = amount(found.get(f"{name}/safetensors"), "theirs")
+                row = amount(figure), amount(figure, "theirs"), part(figure), goal, bare
+                yield f"{title}, {int(match[1]):,} MB", *row
+
+
+def trainers(found: Figures) -> Iterable[Sequence[str]]:
+    yield "processor time of a step", "plain loop over the job's steps", "the trainer", "over the plain loop", "goal"
+    for title, way in (("Lightning", "lightning"), ("Hugging Face", "hf")):
+        for where, suffix in (("alone", "one process"), ("2workers", "two workers")):
+            if figure := found.get(f"trainers/{way}/{where}"):
+                yield f"{title}, {suffix}", amount(figure, "theirs"), amount(figure), part(figure), "1.30"
+
+
 def same_host(found: Figures) -> Iterable[Sequence[str]]:
     sizes = ("4 KB", "256 KB", "4 MB", "32 MB", "128 MB")
     yield "2 ranks / 4 ranks", *sizes
@@ -440,6 +462,7 @@ def extremes(figure: Figure) -> str:
 
 TABLES = {
     "as_backend": Table("comm", as_backend),
+    "checkpoint": Table("checkpoint", checkpoint),
     "compiled": Table("compile", compiled),
     "ddp": Table("ddp", ddp),
     "ddp_memory": Table("ddp", ddp_memory, "ddp/memory/plain/"),
@@ -460,6 +483,7 @@ TABLES = {
     "shard": Table("shard", shard),
     "stragglers": Table("stragglers", stragglers),
     "streaming": Table("streaming", streaming),
+    "trainers": Table("trainers", trainers),
     "watch": Table("watch", watch),
 }
 
@@ -494,7 +518,7 @@ def filled(text: str) -> str:
 
 
 def documents() -> list[Path]:
-    return [path for path in sorted((ROOT / "docs").glob("*.md")) if SPOT.search(path.read_text())]
+    return [path for path in sorted((ROOT / "docs").rglob("*.md")) if SPOT.search(path.read_text())]
 
 
 if __name__ == "__main__":

@@ -113,6 +113,15 @@ def test_everything_becomes_everything(kind: str, format: str, tmp_path: Path) -
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted([kind, "out"])
 
 
+def test_safetensors_say_whose_tensors_they_hold(tmp_path: Path) -> None:
+    checkpoint.export(write("torch", tmp_path), tmp_path / "out")
+    with safetensors.safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    torch.save({"__metadata__": torch.ones(1)}, tmp_path / "odd")
+    with pytest.raises(CheckpointError, match="called __metadata__, which safetensors files keep for themselves"):
+        checkpoint.export(tmp_path / "odd", tmp_path / "other")
+
+
 def read_with_its_own_tool(format: str, path: Path) -> dict[str, torch.Tensor]:
     if format == "hf":
         return safetensors.torch.load_file(path / "model.safetensors")

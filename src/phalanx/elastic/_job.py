@@ -487,6 +487,11 @@ class Job(JobState):
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     check_fused(optimizer, "Job")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "a Job cannot use LBFGS: it computes the gradient several times in a step, and a step of a job is one sum "
+            "of gradients and one update. Use an optimizer that needs the gradient once, such as AdamW or SGD"
+        )
     known = {id(p) for p in model.parameters()}
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
