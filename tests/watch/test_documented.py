@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,15 @@ def test_a_job_is_read_from_a_file_and_flags_win(tmp_path: Path) -> None:
             parse(["--config", str(path), "train.py"], {})
     with pytest.raises(UsageError, match="cannot be read"):
         parse(["--config", str(tmp_path / "none"), "train.py"], {})
+
+
+def test_a_job_comes_from_a_file_on_a_python_without_a_reader_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Python 3.10, where the package tomli is installed with ours: the same function in another module."""
+    tomllib = pytest.importorskip("tomllib", reason="this Python has none: the test above has used tomli")
+    monkeypatch.setitem(sys.modules, "tomllib", None)  # its import fails
+    monkeypatch.setitem(sys.modules, "tomli", tomllib)
+    path = tmp_path / "job.toml"
+    path.write_text('script = "train.py"\nnproc-per-node = 3\n')
+    assert parse(["--config", str(path)], {}).nproc_per_node == "3"

@@ -93,7 +93,7 @@ def _gauges(view: JobView, summary: dict[str, Any], job: Labels) -> Iterable[Met
         ("phalanx_loss", "Loss of the last committed step.", summary["loss"]),
         ("phalanx_samples_per_second", "Samples per second, lately.", summary["samples_per_second"]),
         ("phalanx_workers", "Workers that compute.", summary["workers"]),
-        ("phalanx_workers_wanted", "Workers of the current generation.", summary["wanted"]),
+        ("phalanx_workers_wanted", "Workers that the job would have with all its nodes.", summary["wanted"]),
         ("phalanx_generation", "Number of the current generation.", summary["generation"]),
         ("phalanx_last_event_timestamp_seconds", "When the last event was told.", summary["latest"]),
     ):

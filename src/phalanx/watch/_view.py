@@ -39,6 +39,7 @@ from phalanx.watch._incidents import Incidents
 from phalanx.watch._lifelines import Lifelines
 from phalanx.watch._nodes import NodeTable
 from phalanx.watch._paces import Paces
+from phalanx.watch._running_nodes import RunningNodes
 
 VERSION = 1
 """Of the API: a field may be added in a version, never taken away or given another meaning."""
@@ -80,6 +81,7 @@ class JobView:
         self.read_save: Resumed | None = None
         """The last time that a save was read: all of it had its checksums."""
         self.machines = NodeTable()
+        self.running_nodes = RunningNodes()
         self.copies = CopyTable()
         self.collective_bytes: Counter[str] = Counter()
         self.news: deque[dict[str, Any]] = deque(maxlen=MAX_NEWS)
@@ -139,6 +141,7 @@ class JobView:
         self.curve.add(event.time, event.step, event.loss, event.samples)
 
     def _take_other(self, event: AnyEvent) -> None:
+        is_end = self.running_nodes.ends(event)
         if isinstance(event, TrainingStarted):
             self.total_steps = event.total_steps if event.total_steps is not None else self.total_steps
             self.num_slots = event.num_slots if event.num_slots is not None else self.num_slots
@@ -150,7 +153,7 @@ class JobView:
         elif isinstance(event, GenerationFormed):
             self.job = self.job or event.job
             self.generation = max(self.generation, event.generation)
-            self.wanted = event.num_workers
+            self.wanted = event.num_wanted or event.num_workers
             self.state = "starting" if self.state == "waiting" else self.state
         elif isinstance(event, GenerationEnded):
             self.counts["generations"][event.how] += 1
@@ -168,7 +171,7 @@ class JobView:
             self.copies.take(event)
         elif isinstance(event, TrainingFinished):
             self.state = "finishing"
-        elif isinstance(event, ShutDown):
+        elif isinstance(event, ShutDown) and is_end:
             self.state, self.reason = ("succeeded" if event.succeeded else "ended"), event.reason
 
     # -- what it adds up to -----------------------------------------------------------------------------------

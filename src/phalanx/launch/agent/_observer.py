@@ -61,7 +61,7 @@ class Observer:
         self._job = job
         self._log = log or EventLog(None)
         self._metrics = metrics or Metrics()
-        self._node_rank = -1
+        self._node_rank = self._generation = -1
         self._joined_at = time.monotonic()
         self._failed: set[int] = set()
 
@@ -82,8 +82,8 @@ class Observer:
     def joining(self) -> None:
         self._joined_at = time.monotonic()
 
-    def generation_formed(self, info: RendezvousInfo) -> None:
-        self._node_rank = info.rank
+    def generation_formed(self, info: RendezvousInfo, num_wanted: int = 0) -> None:
+        self._node_rank, self._generation = info.rank, info.generation
         if self._watch is not None:
             self._watch.formed(info)
         seconds = time.monotonic() - self._joined_at
@@ -93,6 +93,7 @@ class Observer:
                 num_nodes=info.world_size,
                 num_workers=info.num_workers,
                 seconds=seconds,
+                num_wanted=num_wanted,
             )
         )
 
@@ -177,7 +178,7 @@ class Observer:
         self._write(ActionAsked(**self._where(-1), action=action, detail=detail, by="the store"))
 
     def shut_down(self, reason: str, *, succeeded: bool) -> None:
-        self._write(ShutDown(job=self._job, node_rank=self._node_rank, reason=reason, succeeded=succeeded))
+        self._write(ShutDown(**self._where(self._generation), reason=reason, succeeded=succeeded))
 
     def close(self) -> None:
         self._log.close()
