@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from phalanx.launch import metrics
+from phalanx.launch import LaunchConfig, events, metrics
+from phalanx.launch.agent._node_watch import NodeWatch
+from phalanx.launch.agent._observer import Observer
 from phalanx.launch.metrics import MetricData, MetricHandler, Metrics, MetricsConfig, make_handler
 
 pytestmark = pytest.mark.fast
@@ -146,3 +149,18 @@ def test_wrong_configurations_are_refused(params: dict[str, str], message: str) 
     with pytest.raises(ValueError, match=message):
         make_handler(params)
     metrics.initialize_metrics()
+
+
+def test_what_prometheus_reads_is_on_the_page_of_the_agent_too() -> None:
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=1, rdzv_backend="c10d", run_id="j", metrics_cfg={"type": "prometheus"}
+    )
+    watch = NodeWatch(config, None, None)  # type: ignore[arg-type]  # no rendezvous is asked for anything
+    observer = Observer.create(config, None, watch)
+    try:
+        observer.write(events.GenerationFormed(job="j", generation=3, num_nodes=1, num_workers=2))
+        found = {family.name: family.samples[0].value for family in text_string_to_metric_families(watch.metrics())}
+        assert [value for name, value in found.items() if name.endswith("_generation")] == [3]
+    finally:
+        observer.close()
+    assert NodeWatch(config, None, None).metrics() == ""  # type: ignore[arg-type]

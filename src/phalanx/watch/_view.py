@@ -15,6 +15,7 @@ from phalanx.events._event_types import (
     CellsMoved,
     GenerationEnded,
     GenerationFormed,
+    JobRestarted,
     NodeLoad,
     Resumed,
     RoundFormed,
@@ -73,10 +74,15 @@ class JobView:
         self.heat = HeatMap()
         self.paces = Paces()
         self.committed = CommittedRange()
-        self.counts: dict[str, Counter[str]] = {"failures": Counter(), "generations": Counter(), "events": Counter()}
+        self.counts: dict[str, Counter[str]] = {"generations": Counter(), "events": Counter()}
         self.step_times = Histogram(STEP_BOUNDS)
         self.regroup_times = Histogram(REGROUP_BOUNDS)
         self.state_bytes = 0
+        self.num_restarts = 0
+        """Times that all workers were started anew."""
+        self._anew: set[int] = set()
+        """Generations that ended so, of which no restart was counted yet."""
+        self._last_anew = -1
         self.saves: deque[Saved | SaveFailed] = deque(maxlen=MAX_SAVES)
         self.read_save: Resumed | None = None
         """The last time that a save was read: all of it had its checksums."""
@@ -157,8 +163,14 @@ class JobView:
             self.state = "starting" if self.state == "waiting" else self.state
         elif isinstance(event, GenerationEnded):
             self.counts["generations"][event.how] += 1
+            if event.how == "restart" and event.generation > self._last_anew:
+                self._last_anew = event.generation
+                self._anew.add(event.generation)
+        elif isinstance(event, JobRestarted):
+            if event.generation in self._anew:  # else its lost workers were replaced, each of which is told
+                self.num_restarts += 1
+            self._anew.discard(event.generation)  # every agent tells of it
         elif isinstance(event, WorkerFailed):
-            self.counts["failures"][event.cause] += 1
             if event.cause != LOST_CONTACT:
                 self.last_failure = event
         elif isinstance(event, StateSent):

@@ -68,6 +68,8 @@ class NodeWatch:
         self.tail_of: Callable[[str], tuple[str, ...]] = lambda worker: ()
         self.alive: Callable[[], float] = lambda: 0.0
         self.write: Callable[[AnyEvent], None] = lambda event: None
+        self.exposition: Callable[[], str] = lambda: ""
+        """Gives what the agent's own metrics are, where they are kept for Prometheus."""
         self.terminal = Terminal(2) if config.shows_line else None
         self._config = config
         self._handler = handler
@@ -297,7 +299,7 @@ class NodeWatch:
         return {} if self._directory is None else audit_record(self._directory)
 
     def metrics(self) -> str:
-        return ""
+        return self.exposition()
 
     def act(self, action: str, wish: dict[str, Any], by: str) -> str:
         """Do what was asked for with the job's secret; in words."""

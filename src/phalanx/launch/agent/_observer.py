@@ -74,10 +74,13 @@ class Observer:
         job, metrics = config.run_id, config.metrics_cfg
         events = EventLog(path, get_event_handler(config.event_log_handler))
         try:
-            return cls(job, events, Metrics(make_handler(dict(metrics))), watch)
+            handler = make_handler(dict(metrics))
         except OSError as error:
             log.warning("no metrics: %s: %s", ", ".join(f"{k}={v}" for k, v in metrics.items()), error)
             return cls(job, events, watch=watch)
+        if watch is not None:
+            watch.exposition = handler.exposition
+        return cls(job, events, Metrics(handler), watch)
 
     def joining(self) -> None:
         self._joined_at = time.monotonic()
