@@ -115,3 +115,19 @@ def test_a_job_comes_from_a_file_on_a_python_without_a_reader_of_its_own(
     path = tmp_path / "job.toml"
     path.write_text('script = "train.py"\nnproc-per-node = 3\n')
     assert parse(["--config", str(path)], {}).nproc_per_node == "3"
+
+
+@pytest.mark.parametrize("command", ["inspect", "export"])
+def test_the_flags_of_commands_whose_parsers_are_not_asked_are_theirs(command: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = set(re.findall(r"--[a-z]+", capsys.readouterr().out))
+    assert set(flags_by_command()[command]) == said
+
+
+def test_the_page_has_its_parts_in_the_order_of_their_questions() -> None:
+    html = (ROOT / "src" / "phalanx" / "watch" / "page.html").read_text()
+    order = re.findall(r'<section id="s-(\w+)"', html)
+    assert order[:10] == [
+        "line", "workers", "series", "heat", "commits", "goodput", "incidents", "saves", "nodes", "copies",
+    ]  # fmt: skip
