@@ -438,6 +438,7 @@ def watch(found: Figures) -> Iterable[Sequence[str]]:
         ),
         ("the whole agent, more than one without a page", "agent, while nobody looks"),
         ("the same, while somebody looks at the page", "agent, while somebody looks"),
+        ("the agent, more while somebody looks at the page", "agent, more while somebody looks"),
         (
             "first worker and page threads together, of a step of 20 ms on busy cores",
             "share of a step of 20 ms, while nobody looks",

@@ -237,6 +237,12 @@ def test_the_commands_say_what_they_did(tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["num_bytes"] == 258
     assert main(["export", str(path), str(out), "--format", "torch", "--names", "encoder.*"]) == 0
     assert "wrote 2 tensors, 250 B" in capsys.readouterr().out
+    capsys.readouterr()
+    assert main(["export", str(path), str(out) + "2", "--format", "torch", "--names", "encoder.*", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["path"] == str(out) + "2"
+    assert said["tensors"]
+    assert all(name.startswith("encoder.") for name in said["tensors"])
     assert main(["export", str(path), str(out)]) == 1
     assert "exists; pass overwrite=True (--overwrite)" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "nowhere")]) == 1

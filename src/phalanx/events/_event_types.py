@@ -32,6 +32,7 @@ class GenerationFormed(JobEvent):
     num_nodes: int
     num_workers: int
     seconds: float = 0.0
+    num_wanted: int = 0  # workers that the job would have with all nodes that it may have; 0: not told
     kind: ClassVar[str] = "generation_formed"
 
 

@@ -156,7 +156,7 @@ class Agent:
             self._on_port_taken(str(taken))
             return
         assignments = generation.assignments()
-        self._observer.generation_formed(info)
+        self._observer.generation_formed(info, self._size * self.config.max_nodes)
         new = [assignment for assignment in assignments if assignment.worker_id not in self._pool.workers]
         for worker in self._pool.start(new, generation.job_facts()):
             self._observer.worker_started(worker)
