@@ -110,7 +110,7 @@ def test_what_dynamo_tells_of_a_graph() -> None:
     torch.compile(lambda x: x * 2, backend=keep)(torch.ones(3))
     torch._dynamo.reset()
     (graph,) = seen
-    assert {"_param_name_to_source", "_backend_id"} <= set(vars(graph))
+    assert "_param_name_to_source" in vars(graph)
     (given,) = [node for node in graph.graph.nodes if node.op == "placeholder"]
     assert given._dynamo_source is not None
     assert {"example_value", "tensor_dict"} <= set(given.meta)
