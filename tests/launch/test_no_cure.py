@@ -81,7 +81,7 @@ def test_replacements_that_crash_one_after_the_other_end_the_job(launcher, tmp_p
 
 
 BAD_SAMPLE = """
-import sys, torch
+import atexit, sys, time, torch
 import phalanx
 
 class Samples(torch.utils.data.Dataset):
@@ -90,6 +90,7 @@ class Samples(torch.utils.data.Dataset):
     def __getitem__(self, index):
         if index == 40:
             open(sys.argv[1], "a").write("bad\\n")
+            atexit.register(time.sleep, 0.5)  # who only complains of it ends before it does
             raise ValueError("sample 40 is bad")
         return torch.ones(2), torch.ones(1)
 

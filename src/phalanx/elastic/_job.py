@@ -15,15 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from phalanx._torch_faults import check_fused
 from phalanx.data import ElasticBatchSampler
 from phalanx.elastic._boundary import Boundary
 from phalanx.elastic._dealing import Dealing
 from phalanx.elastic._evaluate import evaluate
 from phalanx.elastic._guard import Guard
+from phalanx.elastic._job_checks import check_loop_state, check_next, check_optimizer
 from phalanx.elastic._job_state import JobState
 from phalanx.elastic._loading import Fetcher, Loading, Schedule
-from phalanx.elastic._loop_state import check_loop_state, check_next
 from phalanx.elastic._options import Callbacks, DataOptions, RunOptions, Saves
 from phalanx.elastic._sharded import make_guarding, make_sharding, make_step, make_verifying, objects_of
 from phalanx.elastic._step import Outcome, Step
@@ -112,7 +111,7 @@ class Job(JobState):
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.param_names, self.params = list(named), list(named.values())
         self._frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-        _check_optimizer(optimizer, model)
+        check_optimizer(optimizer, model)
         warn_not_deterministic(model)
         given = {"scheduler": scheduler, "scaler": scaler}
         others = {**{k: v for k, v in given.items() if v is not None}, **(state or {})}
@@ -483,20 +482,3 @@ class Job(JobState):
         """
         self.begin()
         return evaluate(self, dataset, function, batch_size, collate_fn)
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    check_fused(optimizer, "Job")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "a Job cannot use LBFGS: it computes the gradient several times in a step, and a step of a job is one sum "
-            "of gradients and one update. Use an optimizer that needs the gradient once, such as AdamW or SGD"
-        )
-    known = {id(p) for p in model.parameters()}
-    for i, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if id(param) not in known:
-                raise ValueError(
-                    f"the optimizer's group {i} holds a parameter of shape {tuple(param.shape)} that is not the "
-                    "model's; build the optimizer from model.parameters() of the same model"
-                )
