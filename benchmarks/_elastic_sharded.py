@@ -2,10 +2,12 @@
 
 Part of ``python -m benchmarks.elastic``. Steps and memory: four workers, a transformer of 25M parameters with a unit
 for each layer; torch's ``fully_shard`` on gloo, the job with one and with two copies, and the job whose workers hold
-everything, in turns in the same processes (memory: each in processes of its own). Kills: three workers under
-``phalanx run``, the sharded job and the one with whole replicas in turn; what counts is the time from SIGKILL to the
-next committed step without the step itself, since a larger model has a longer one. While one is hurt and looked at,
-the other rests: six workers on two cores would measure each other.
+everything, in turns in the same processes (memory: each in processes of its own, above what they have after two steps
+of the same kind with a small model, so that modules which the first step imports do not count). Kills: three workers
+under ``phalanx run``, the sharded job and the one with whole replicas in turn: the time from SIGKILL to the next
+committed step, as it is and without the step itself (the median of a job of two workers, who have more waves), since a
+larger model has a longer one. While one is hurt and looked at, the other rests: six workers on two cores would measure
+each other.
 """
 
 from __future__ import annotations
@@ -41,8 +43,10 @@ SIZES = {"10 MB": (128, 40), "100 MB": (512, 25), LARGEST: (1024, 60)}
 """State of a job under AdamW with its gradients, by width and number of layers."""
 STEPS_BEFORE = 6
 """Steps that are timed before a kill."""
-STEPS_OF_REST = 4
-"""Steps without a move after which all cells are where they belong."""
+SETTLED_AFTER = 120.0
+"""Seconds for cells to come where they belong."""
+SMALL = 64
+"""The width of a model that costs nothing."""
 
 
 class Sequences(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -60,14 +64,18 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(x), y)
 
 
-def torch_steps(rank: int) -> Iterator[None]:
+def transformer(width: int) -> Transformer:
     torch.manual_seed(0)
-    model, mesh = Transformer(), torch_mesh("cpu", (WORKERS,))
+    return Transformer(width, 8 if width > SMALL else 2)
+
+
+def torch_steps(rank: int, width: int) -> Iterator[None]:
+    model, mesh = transformer(width), torch_mesh("cpu", (WORKERS,))
     for layer in model.encoder.layers:
         torch_fully_shard(layer, mesh=mesh)
     torch_fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    data = Sequences(512, 32)
+    data = Sequences(width, 32)
     number = rank
     while True:
         x, y = (torch.stack(column) for column in zip(data[number], data[number + WORKERS], strict=True))
@@ -78,9 +86,8 @@ def torch_steps(rank: int) -> Iterator[None]:
         yield
 
 
-def job_steps(group: Group, copies: int | None) -> Iterator[None]:
-    torch.manual_seed(0)
-    model = Transformer()
+def job_steps(group: Group, copies: int | None, width: int) -> Iterator[None]:
+    model = transformer(width)
     if copies is not None:
         for layer in model.encoder.layers:
             fully_shard(layer)
@@ -88,7 +95,7 @@ def job_steps(group: Group, copies: int | None) -> Iterator[None]:
     job = Job(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-4),
-        Sequences(512, 32),
+        Sequences(width, 32),
         num_slots=WORKERS,
         slot_batch_size=2,
         copies="all" if copies is None else copies,
@@ -101,11 +108,11 @@ def job_steps(group: Group, copies: int | None) -> Iterator[None]:
         yield
 
 
-def steps_of(variant: str, rank: int, url: str) -> Iterator[None]:
+def steps_of(variant: str, rank: int, url: str, width: int = 512) -> Iterator[None]:
     if variant == "torch":
-        return torch_steps(rank)
+        return torch_steps(rank, width)
     copies = {"copies=1": 1, "copies=2": 2, "unsharded": None}[variant]
-    return job_steps(Group.create(connect(url), rank, WORKERS, job=f"bench-{variant}"), copies)
+    return job_steps(Group.create(connect(url), rank, WORKERS, job=f"bench-{variant}-{width}"), copies, width)
 
 
 def meet(rank: int, url: str) -> None:
@@ -133,6 +140,10 @@ def times(rank: int, url: str, rounds: int, pipe: Any) -> None:
 
 def memory(rank: int, url: str, variant: str, pipe: Any) -> None:
     meet(rank, url)
+    small = steps_of(variant, rank, url, SMALL)  # lives on, as what it has loaded does
+    next(small)
+    next(small)
+    dist.barrier()
     before = proportional_kib()
     steps = steps_of(variant, rank, url)
     next(steps)
@@ -220,16 +231,34 @@ def worker(directory: Path, size: str, *, sharded: bool, mark: Any) -> None:
             time.sleep(0.002)
 
 
-def last_move(directory: Path) -> float:
-    """When cells moved for the last time."""
-    return max((float(event["time"]) for event in _moves(directory)), default=0.0)
+class Moves:
+    """What a job's workers have told of their cells since a moment; newcomers are those whose files came later."""
 
+    def __init__(self, directory: Path) -> None:
+        self.folder = directory / "logs"
+        self.known = {path.name for path in self.folder.glob("events-*")}
+        self.since = time.time()
 
-def moved_bytes(directory: Path) -> int:
-    """Bytes of parameters that went from one worker to another; both tell of them."""
-    return sum(int(event["bytes"]) for event in _moves(directory)) // 2
+    def _told(self, kind: str, *, by_newcomers: bool = False) -> list[dict[str, Any]]:
+        paths = [path for path in self.folder.glob("events-*") if not by_newcomers or path.name not in self.known]
+        lines = [line for path in paths for line in path.read_text().splitlines()]
+        found = [json.loads(line) for line in lines if f'"{kind}"' in line and line.endswith("}")]
+        return [event for event in found if float(event["time"]) > self.since]
 
+    def last(self) -> float:
+        """When cells moved for the last time."""
+        return max((float(event["time"]) for event in self._told("cells_moved")), default=0.0)
 
-def _moves(directory: Path) -> list[dict[str, Any]]:
-    lines = [line for path in (directory / "logs").glob("events-*") for line in path.read_text().splitlines()]
-    return [json.loads(line) for line in lines if '"cells_moved"' in line and line.endswith("}")]
+    def to_newcomers(self) -> int:
+        """Bytes of parameters that newcomers have received; they have nothing to give."""
+        return sum(int(event["bytes"]) for event in self._told("cells_moved", by_newcomers=True))
+
+    def between_survivors(self) -> int:
+        """Bytes of parameters that went from one survivor to another; both ends of each move tell of it."""
+        return sum(int(event["bytes"]) for event in self._told("cells_moved")) // 2 - self.to_newcomers()
+
+    def are_over(self) -> bool:
+        """Whether a newcomer has said, after its last cell came, what it holds: workers do when all has moved."""
+        moved = [float(event["time"]) for event in self._told("cells_moved", by_newcomers=True)]
+        held = [event for event in self._told("cells_held", by_newcomers=True) if event["cells"]]
+        return bool(moved and held) and float(held[-1]["time"]) >= max(moved)

@@ -185,7 +185,10 @@ def show(found: dict[str, float], size: int) -> None:
         ours, theirs = found[f"{kind}_ours"], found[f"{kind}_dcp"]
         bare = found.get(f"{kind}_safetensors")
         record(f"checkpoint/{kind}/{size}MB", "ms", ours * 1e3, theirs * 1e3)
-        beside = "" if bare is None else f"   safetensors {bare * 1e3:8.1f} ms"
+        beside = ""
+        if bare is not None:
+            record(f"checkpoint/{kind}/{size}MB/safetensors", "ms", ours * 1e3, bare * 1e3)
+            beside = f"   safetensors {bare * 1e3:8.1f} ms"
         verdict = "met" if ours / theirs <= goal else "missed"
         print(
             f"{kind:6} {size} MB  ours {ours * 1e3:8.1f} ms   DCP {theirs * 1e3:8.1f} ms{beside}   "

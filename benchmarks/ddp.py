@@ -1,14 +1,16 @@
 """Step times of our DistributedDataParallel over torch's on gloo, interleaved in the same two processes.
 
-    python -m benchmarks.ddp [--rounds 25] [--only small,transformer,bound] [--no-memory]
+    python -m benchmarks.ddp [--rounds 28] [--only small,transformer,bound] [--no-memory]
 
 Models: 2,000 small parameters; a 25M-parameter transformer; one wide layer that is mostly communication. Ours runs on
 the same gloo group as torch's (ratio "gloo") and on the fastest group for one host (ratio "same host"), each with and
-without an fp16 hook. "by hand" is the least that a step on gloo can cost: the plain model, its gradients in one flat
-buffer, and one all-reduce of that after backward. A step is zero_grad, forward, backward (no optimizer); each round
-runs every variant once; the numbers are medians over rounds and the worse of the two ranks. Memory is the peak resident
-size of a process of its own per variant, and beside it the largest proportional size (shared pages count by share)
-after a step, where the system tells it.
+without an fp16 hook, each plain and with views (``gradient_as_bucket_view``). "by hand" is the least that a step on
+gloo can cost: the plain model, its gradients in one flat buffer, and one all-reduce of that after backward; "alone" is
+the plain model without any reduction. A step is zero_grad, forward, backward (no optimizer). Each round runs every
+variant once, plain and views alike, in an order in which each follows each other one equally often; the numbers are
+medians over rounds and the worse of the two ranks. Memory is the peak resident size of a process of its own per
+variant, and beside it the largest proportional size (shared pages count by share) after a step, where the system
+tells it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks._results import record
-from benchmarks._turns import answers_of
+from benchmarks._turns import answers_of, orders
 from phalanx.comm import Group
 from phalanx.comm.stores import connect
 from phalanx.ddp import DistributedDataParallel
@@ -36,6 +38,10 @@ from phalanx.ddp.hooks import default as our_hooks
 
 WORLD = 2
 GOALS = {"small": 0.80, "transformer": 0.75, "bound": 0.55}
+WRAPPED = ("torch", "gloo", "same host", "torch fp16", "gloo fp16", "same host fp16")
+VARIANTS = ("by hand", "alone", *(f"{variant} {view}" for view in ("plain", "views") for variant in WRAPPED))
+WARM_UP = 5
+"""Rounds that are not counted: they warm up, learn the order and tune bucket sizes."""
 
 
 class Small(nn.Module):
@@ -54,10 +60,10 @@ class Small(nn.Module):
 class Transformer(nn.Module):
     """8 layers, width 512: 25M parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 512, num_layers: int = 8) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.encoder(x)
@@ -103,19 +109,22 @@ class ByHand(nn.Module):
         self.flat /= WORLD
 
 
-def build(variant: str, make: Callable[[], nn.Module], groups: dict[str, Group], view: bool) -> nn.Module:
-    """``torch``, ``gloo`` or ``same host``, each perhaps with `` fp16``."""
+def build(variant: str, make: Callable[[], nn.Module], groups: dict[str, Group]) -> nn.Module:
+    """One of ``VARIANTS``: who reduces, perhaps by a hook, and how gradients are kept."""
     torch.manual_seed(0)
-    base = variant.removesuffix(" fp16")
-    if base == "by hand":
+    if variant == "by hand":
         return ByHand(make())
+    if variant == "alone":
+        return make()
+    wrapped, _, kept = variant.rpartition(" ")
+    base, view = wrapped.removesuffix(" fp16"), kept == "views"
     if base == "torch":
         model: Any = TorchDDP(make(), gradient_as_bucket_view=view)
         hook: Any = torch_hooks.fp16_compress_hook
     else:
         model = DistributedDataParallel(make(), process_group=groups[base], gradient_as_bucket_view=view)
         hook = our_hooks.fp16_compress_hook
-    if variant.endswith("fp16"):
+    if wrapped.endswith(" fp16"):
         model.register_comm_hook(groups.get(base), hook)
     return model
 
@@ -129,7 +138,7 @@ def step(model: nn.Module, x: Tensor) -> float:
     return time.perf_counter() - start
 
 
-def connect_groups(rank: int, url: str, variants: list[str]) -> dict[str, Group]:
+def connect_groups(rank: int, url: str, variants: Sequence[str]) -> dict[str, Group]:
     host, port = url.removeprefix("tcp://").rsplit(":", 1)
     store = dist.PrefixStore("torch", dist.TCPStore(host, int(port), is_master=False))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
@@ -140,19 +149,20 @@ def connect_groups(rank: int, url: str, variants: list[str]) -> dict[str, Group]
     return groups
 
 
-def times(rank: int, url: str, name: str, variants: list[str], rounds: int, view: bool, pipe: Any) -> None:
+def times(rank: int, url: str, name: str, rounds: int, pipe: Any) -> None:
     torch.set_num_threads(1)
-    groups = connect_groups(rank, url, variants)
+    groups = connect_groups(rank, url, VARIANTS)
     make, data = MODELS[name]
-    models = {variant: build(variant, make, groups, view) for variant in variants}
+    models = {variant: build(variant, make, groups) for variant in VARIANTS}
     torch.manual_seed(rank)
     x = data()
-    taken: dict[str, list[float]] = {variant: [] for variant in variants}
-    for round_number in range(rounds + 5):  # the first five warm up, learn the order and tune bucket sizes
-        for variant, model in models.items():
+    taken: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    turns = orders(VARIANTS)
+    for round_number in range(WARM_UP + rounds):
+        for variant in turns[round_number % len(turns)]:
             dist.barrier()
-            seconds = step(model, x)
-            if round_number >= 5:
+            seconds = step(models[variant], x)
+            if round_number >= WARM_UP:
                 taken[variant].append(seconds)
     backends = {key: group.backend for key, group in groups.items()}
     pipe.send(({variant: statistics.median(values) for variant, values in taken.items()}, backends))
@@ -167,13 +177,13 @@ def proportional_kib() -> int:
         return 0
 
 
-def memory(rank: int, url: str, name: str, variants: list[str], rounds: int, view: bool, pipe: Any) -> None:
+def memory(rank: int, url: str, name: str, variant: str, pipe: Any) -> None:
     torch.set_num_threads(1)
-    groups = connect_groups(rank, url, variants)
+    groups = connect_groups(rank, url, [variant])
     before, fair_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, proportional_kib()
     fair = []
     make, data = MODELS[name]
-    model = build(variants[0], make, groups, view)
+    model = build(variant, make, groups)
     x = data()
     for _ in range(8):
         step(model, x)
@@ -182,44 +192,57 @@ def memory(rank: int, url: str, name: str, variants: list[str], rounds: int, vie
     pipe.send(({"peak": (peak - before) / 1024, "fair": (max(fair) - fair_before) / 1024}, {}))
 
 
+def report_times(name: str, rounds: int) -> None:
+    """Measure and record a model: ours over torch's with the same setting and hook, and views over plain."""
+    answers = answers_of(times, WORLD, name, rounds)
+    worst = {variant: max(answer[0][variant] for answer in answers) for variant in VARIANTS}
+
+    def tell(view: str, variant: str, seconds: float, base: float, goal: float | str = "") -> None:
+        case = f"{name:14s} {view:16s} {variant:16s}"
+        print(f"{case} {seconds * 1e3:9.2f} {seconds / base:10.2f} {goal!s:>6s}", flush=True)
+
+    for view in ("plain", "views"):
+        for variant in ("by hand", "alone", *WRAPPED):
+            seconds = worst.get(variant) or worst[f"{variant} {view}"]
+            base = worst[f"torch fp16 {view}" if variant.endswith(" fp16") else f"torch {view}"]
+            goal = {"gloo": 0.95, "same": GOALS[name]}.get(variant.split()[0], "")
+            tell(view, variant, seconds, base, goal)
+            if not variant.startswith("torch"):
+                record(f"ddp/{name}/{view}/{variant}", "ms", seconds * 1e3, base * 1e3)
+    for variant in WRAPPED:
+        views, plain = worst[f"{variant} views"], worst[f"{variant} plain"]
+        tell("views over plain", variant, views, plain, "" if variant.startswith("torch") else 1.0)
+        record(f"ddp/views over plain/{name}/{variant}", "ms", views * 1e3, plain * 1e3)
+    print(f"{'':14s} same host is the backend {answers[0][1].get('same host')!r}")
+
+
+def report_memory(name: str, view: str) -> None:
+    torchs = 0.0, 0.0
+    for variant in ("torch", "gloo", "same host"):
+        answers = answers_of(memory, WORLD, name, f"{variant} {view}")
+        peak, fair = (max(answer[0][key] for answer in answers) for key in ("peak", "fair"))
+        print(f"{name:14s} {view:16s} {variant:16s} {peak:9.1f} {fair:9.1f}", flush=True)
+        if variant == "torch":
+            torchs = peak, fair
+        else:
+            record(f"ddp/memory/{view}/{name}/{variant}/peak", "MiB", peak, torchs[0])
+            record(f"ddp/memory/{view}/{name}/{variant}/proportional", "MiB", fair, torchs[1])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=2 * len(VARIANTS), help=f"best a multiple of {len(VARIANTS)}")
     parser.add_argument("--only", default=",".join(MODELS))
     parser.add_argument("--no-memory", action="store_true")
     options = parser.parse_args()
-    variants = ["torch", "by hand", "gloo", "same host", "torch fp16", "gloo fp16", "same host fp16"]
-    print(f"{'model':14s} {'grad views':10s} {'variant':16s} {'ms':>9s} {'over torch':>10s} {'goal':>6s}")
+    print(f"{'model':14s} {'gradients':16s} {'variant':16s} {'ms':>9s} {'over torch':>10s} {'goal':>6s}")
     for name in options.only.split(","):
-        for view in (False, True):
-            answers = answers_of(times, WORLD, name, variants, options.rounds, view)
-            worst = {variant: max(answer[0][variant] for answer in answers) for variant in variants}
-            for variant, seconds in worst.items():
-                base = worst["torch fp16" if variant.endswith("fp16") else "torch"]
-                goals = {"torch": "", "by": "", "gloo": "0.95"}
-                goal = goals.get(variant.split()[0], GOALS[name])
-                ratio = seconds / base
-                print(
-                    f"{name:14s} {view!s:10s} {variant:16s} {seconds * 1e3:9.2f} {ratio:10.2f} {goal!s:>6s}",
-                    flush=True,
-                )
-                if not variant.startswith("torch"):
-                    case = f"ddp/{name}/{'views' if view else 'plain'}/{variant}"
-                    record(case, "ms", seconds * 1e3, base * 1e3)
-        print(f"{'':14s} same host is the backend {answers[0][1].get('same host')!r}")
+        report_times(name, options.rounds)
     if not options.no_memory:
-        print("\nMiB above the start (gradient_as_bucket_view=True): peak resident, proportional after a step")
+        print("\nMiB above the start: peak resident, proportional after a step")
         for name in options.only.split(","):
-            torchs = 0.0, 0.0
-            for variant in ("torch", "gloo", "same host"):
-                answers = answers_of(memory, WORLD, name, [variant], 0, True)
-                peak, fair = (max(answer[0][key] for answer in answers) for key in ("peak", "fair"))
-                print(f"{name:14s} {variant:16s} {peak:9.1f} {fair:9.1f}", flush=True)
-                if variant == "torch":
-                    torchs = peak, fair
-                else:
-                    record(f"ddp/memory/{name}/{variant}/peak", "MiB", peak, torchs[0])
-                    record(f"ddp/memory/{name}/{variant}/proportional", "MiB", fair, torchs[1])
+            for view in ("plain", "views"):
+                report_memory(name, view)
     return 0
 
 

@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -44,6 +45,8 @@ from benchmarks._results import record
 SIZE = 3
 PACE = 0.03
 LIMIT = 40.0
+MOST_LARGE_KILLS = 3
+"""Kills at the largest state."""
 
 
 # -- recovery ---------------------------------------------------------------------------------------------------------
@@ -114,10 +117,11 @@ def phalanx_worker(directory: Path) -> None:
 class Contender:
     """A running job that can be hurt; started again when it does not recover."""
 
-    def __init__(self, name: str, command: list[str], words: Sequence[str] = ()) -> None:
+    def __init__(self, name: str, command: list[str], words: Sequence[str] = (), size: int = SIZE) -> None:
         self.name = name
-        self.command = command
+        self.command = [*command, f"--nproc-per-node={size}", "--max-restarts=10000"]
         self.words = words
+        self.size = size
         self.to_any: list[float] = []
         self.to_full: list[float] = []
         self.num_lost = 0
@@ -130,22 +134,23 @@ class Contender:
         path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path}
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=environment)
-        self._wait(lambda marks: any(size == SIZE for _, _, size in marks), 120.0)
+        self._wait(lambda marks: any(size == self.size for _, _, size in marks), 120.0)
+
+    def _marks_of_workers(self) -> list[list[tuple[float, int, int]]]:
+        lines = [path.read_text().splitlines(keepends=True) for path in self.directory.glob("marks-*")]
+        return [[tuple(json.loads(line)) for line in each if line[-1] == "\n"] for each in lines]
 
     def _marks(self) -> list[tuple[float, int, int]]:
-        found = []
-        for path in self.directory.glob("marks-*"):
-            found += [
-                tuple(json.loads(line)) for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"
-            ]
-        return sorted(found)
+        return sorted(mark for each in self._marks_of_workers() for mark in each)
 
-    def _wait(self, condition: Callable[[list[tuple[float, int, int]]], bool], limit: float) -> bool:
+    def _wait(
+        self, condition: Callable[[list[tuple[float, int, int]]], bool], limit: float, every: float = 0.01
+    ) -> bool:
         until = time.monotonic() + limit
         while time.monotonic() < until and self.process is not None and self.process.poll() is None:
             if condition(self._marks()):
                 return True
-            time.sleep(0.01)
+            time.sleep(every)
         return False
 
     def _alive(self) -> list[int]:
@@ -183,22 +188,25 @@ class Contender:
     def go_on(self) -> None:
         (self.directory / "pause").unlink(missing_ok=True)
 
-    def settle(self) -> float | None:
-        """Wait until no more cells move; the median distance of two steps meanwhile, None if they took too few."""
-        begin, last = time.time(), -1
-        while (moved := sharded.moved_bytes(self.directory)) != last:
-            last = moved
-            self.step_seconds(sharded.STEPS_OF_REST)
-        end = sharded.last_move(self.directory)
-        times = sorted(t for t, _, s in self._marks() if begin < t < end and s == SIZE)[::SIZE]
-        gaps = [b - a for a, b in pairwise(times)]
-        return statistics.median(gaps) if len(gaps) > 1 else None
+    def settle(self, moves: sharded.Moves) -> list[tuple[float, int]]:
+        """Wait until no more cells move; the time and the number of workers of each step from the kill until then.
+
+        The first step that all workers of a new size take is left out: before it came the regroup.
+        """
+        self._wait(lambda _: moves.are_over(), sharded.SETTLED_AFTER, every=0.5)  # looking costs the job processor time
+        end = moves.last()
+        return [
+            (b - a, size)
+            for each in self._marks_of_workers()
+            for (a, _, size), (b, _, now) in pairwise(each)
+            if size == now and b <= end
+        ]
 
     def step_seconds(self, count: int) -> float:
         """Wait for so many more steps at full size; the median distance of two."""
-        begin = time.time()
-        self._wait(lambda marks: sum(t > begin and s == SIZE for t, _, s in marks) >= count * SIZE, 600.0)
-        times = sorted(t for t, _, s in self._marks() if t > begin and s == SIZE)[::SIZE]
+        begin, size = time.time(), self.size
+        self._wait(lambda marks: sum(t > begin and s == size for t, _, s in marks) >= count * size, 600.0)
+        times = sorted(t for t, _, s in self._marks() if t > begin and s == size)[::size]
         return statistics.median(b - a for a, b in pairwise(times))
 
     def stop(self) -> None:
@@ -223,11 +231,10 @@ def recovery(num_kills: int, num_torchrun_kills: int) -> None:
     python = [sys.executable, "-m"]
     ours = ["phalanx", "run", "--on-failure=heal", "--preload=torch._dynamo,phalanx.elastic"]
     theirs = ["torch.distributed.run", "--standalone"]
-    common = [f"--nproc-per-node={SIZE}", "--max-restarts=10000"]
     contenders: list[Contender] = []
     with contextlib.ExitStack() as stack:
         for name, command in (("phalanx", ours), ("torchrun", theirs)):
-            contenders.append(Contender(name, [*python, *command, *common]))
+            contenders.append(Contender(name, [*python, *command]))
             stack.callback(contenders[-1].stop)
             contenders[-1].start()
         stack.callback(show, contenders)  # also when it is cut short
@@ -271,75 +278,95 @@ def came_back(one: Contender) -> str:
     return f"{len(one.to_any)} of {len(one.to_any) + one.num_lost}"
 
 
+@dataclass
+class Kills:
+    """What kills at one size of state have cost."""
+
+    steps: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Seconds of a step by job and number of workers, with nothing to move."""
+    raw: dict[str, list[float]] = field(default_factory=lambda: {"sharded": [], "replicas": []})
+    """Seconds from a kill to the next step, by job."""
+    took: dict[str, list[float]] = field(default_factory=lambda: {"sharded": [], "replicas": []})
+    """The same without a step of the workers that are left."""
+    to_survivors: list[int] = field(default_factory=list)
+    """Bytes of parameters."""
+    to_newcomers: list[int] = field(default_factory=list)
+    mean: list[float] = field(default_factory=list)
+    """Time of all steps while cells moved, over that of as many steps of as many workers with nothing to move."""
+    median: list[float] = field(default_factory=list)
+    """The same of one step."""
+
+
 def sharded_recovery(num_kills: int) -> None:
     """Kill workers of a sharded job and of one with whole replicas, in turn, at three sizes of state."""
     chance = random.Random(0)
-    command = [
-        sys.executable,
-        "-m",
-        "phalanx",
-        "run",
-        "--on-failure=heal",
-        "--preload=torch._dynamo,phalanx.elastic,phalanx.fsdp",
-    ]
-    command += [f"--nproc-per-node={SIZE}", "--max-restarts=10000"]
+    loaded = "--preload=torch._dynamo,phalanx.elastic,phalanx.fsdp"
+    command = [sys.executable, "-m", "phalanx", "run", "--on-failure=heal", loaded]
     print(
-        "\nSIGKILL to the next committed step, without the step itself; state moved for new copies, over 2/3 of it; "
-        "a step meanwhile, over one before"
+        "\nSIGKILL to the next committed step, without a median step of the workers left (and as it is); bytes moved "
+        "between survivors and to the newcomer, over 2/3 of them; steps from the kill until nothing moves, over steps "
+        "of as many workers with nothing to move: all of them (and the median)"
     )
     for size, (width, depth) in sharded.SIZES.items():
+        found = Kills()
+        for name in ("sharded", "replicas"):
+            fewer = Contender(name, command, [size], SIZE - 1)
+            with contextlib.ExitStack() as stack:
+                stack.callback(fewer.stop)
+                fewer.start()
+                found.steps[name, SIZE - 1] = fewer.step_seconds(2 * sharded.STEPS_BEFORE)
         pair = [Contender(name, command, [size]) for name in ("sharded", "replicas")]
-        took: dict[str, list[float]] = {one.name: [] for one in pair}
-        moved, slowed = [], []
         with contextlib.ExitStack() as stack:
             for one in pair:
                 stack.callback(one.stop)
                 one.start()
                 one.pause()
-            for _ in range(max(1, num_kills // (2 if size == sharded.LARGEST else 1))):
+            for _ in range(min(num_kills, MOST_LARGE_KILLS) if size == sharded.LARGEST else num_kills):
                 for one in pair:
-                    one.go_on()
-                    step = one.step_seconds(sharded.STEPS_BEFORE)
-                    before = sharded.moved_bytes(one.directory)
-                    goes_on = one.strike(chance)
-                    if goes_on:
-                        took[one.name].append(one.to_any[-1] - step)
-                    if goes_on and one.name == "sharded":
-                        while_moving = one.settle()
-                        moved.append(sharded.moved_bytes(one.directory) - before)
-                        slowed += [while_moving / step] if while_moving is not None else []
-                    one.pause()
-        tell_recovery(size, took, moved, slowed, 4 * depth * (width * width + width))
+                    strike_once(one, chance, found)
+        tell_recovery(size, found, 4 * depth * (width * width + width))
 
 
-def tell_recovery(
-    size: str, took: dict[str, list[float]], moved: list[int], slowed: list[float], parameters: int
-) -> None:
+def strike_once(one: Contender, chance: random.Random, found: Kills) -> None:
+    """Kill a worker of a job that rests, wait until it is as before, and have it rest again."""
+    one.go_on()
+    found.steps[one.name, SIZE] = one.step_seconds(sharded.STEPS_BEFORE)
+    moves = sharded.Moves(one.directory)
+    if one.strike(chance):
+        found.raw[one.name].append(one.to_any[-1])
+        found.took[one.name].append(one.to_any[-1] - found.steps[one.name, SIZE - 1])
+        if one.name == "sharded":
+            steps = [(seconds, found.steps[one.name, size]) for seconds, size in one.settle(moves) if size >= SIZE - 1]
+            found.to_survivors.append(moves.between_survivors())
+            found.to_newcomers.append(moves.to_newcomers())
+            if len(steps) > 1:
+                found.mean.append(sum(seconds for seconds, _ in steps) / sum(usual for _, usual in steps))
+                found.median.append(statistics.median(seconds / usual for seconds, usual in steps))
+    one.pause()
+
+
+def tell_recovery(size: str, found: Kills, parameters: int) -> None:
     """Print and record what kills at one size of state have cost; ``parameters`` in bytes."""
-    if not all(took.values()):
+    if not all(found.took.values()):
         print(f"{size:8s} not recovered")
         return
-    ours, theirs = (statistics.median(values) for values in took.values())
+    note = f"{len(found.to_survivors)} kills"
+    for way, name, times in (("kill", "", found.took), ("kill with its step", "as it is ", found.raw)):
+        ours, theirs = (statistics.median(times[job]) for job in ("sharded", "replicas"))
+        print(
+            f"{size:8s} {name}sharded {ours:7.3f} s  whole replicas {theirs:7.3f} s  {ours / theirs:5.2f} (goal 1.20)"
+        )
+        extremes = {"low": min(times["sharded"]), "high": max(times["sharded"])}
+        record(f"elastic/sharded/{way}/{size}", "s", ours, theirs, **extremes, note=note)
     share = parameters * 2 / SIZE
-    slow = statistics.median(slowed) if slowed else float("nan")
-    print(
-        f"{size:8s} sharded {ours:7.3f} s  whole replicas {theirs:7.3f} s  {ours / theirs:5.2f} (goal 1.20)  "
-        f"moved {max(moved) / share:5.2f} (goal 1.05)  step {slow:5.2f} (goal 1.10), {len(moved)} kills",
-        flush=True,
-    )
-    note = f"{len(moved)} kills"
-    record(
-        f"elastic/sharded/kill/{size}",
-        "s",
-        ours,
-        theirs,
-        low=min(took["sharded"]),
-        high=max(took["sharded"]),
-        note=note,
-    )
-    record(f"elastic/sharded/moved/{size}", "bytes", max(moved), share, note=note)
-    if slowed:
-        record(f"elastic/sharded/step while cells move/{size}", "x", slow, 1.0, high=max(slowed), note=note)
+    for way, amounts in (("between survivors", found.to_survivors), ("to the newcomer", found.to_newcomers)):
+        print(f"{size:8s} moved {way} {max(amounts) / share:5.2f} (goal 1.05), {note}")
+        record(f"elastic/sharded/moved {way}/{size}", "bytes", max(amounts), share, low=min(amounts), note=note)
+    for way, slowed in (("step while cells move", found.mean), ("median step while cells move", found.median)):
+        if slowed:
+            print(f"{size:8s} {way} {statistics.median(slowed):5.2f} (goal 1.10)", flush=True)
+            name, extremes = f"elastic/sharded/{way}/{size}", {"low": min(slowed), "high": max(slowed)}
+            record(name, "x", statistics.median(slowed), 1.0, **extremes, note=f"{len(slowed)} kills")
 
 
 # -- steady state -----------------------------------------------------------------------------------------------------
@@ -466,6 +493,8 @@ def steady_worker(rank: int, size: int, url: str, port: int, rounds: int) -> Non
         plain, micro, one, many, alone, alone_micro = medians.values()
         record("elastic/step/one batch", "ms", one * 1e3, plain * 1e3)
         record("elastic/step/micro-batches", "ms", many * 1e3, micro * 1e3)
+        record("elastic/step/one batch/alone", "ms", alone * 1e3, plain * 1e3)
+        record("elastic/step/micro-batches/alone", "ms", alone_micro * 1e3, micro * 1e3)
         print(f"job over DDP, same work in one batch    {one / plain:6.3f}   (alone: {alone / plain:.3f})")
         print(f"job over DDP, same work in micro-batches {many / micro:5.3f}   (alone: {alone_micro / micro:.3f})")
         print(f"slots: 4 of 4 over one of 16            {many / one:6.3f}   (DDP's micro-batches: {micro / plain:.3f})")
@@ -510,7 +539,7 @@ def main() -> None:
     parser.add_argument("--torchrun-kills", type=int, default=20, help="fewer: a hang of its costs LIMIT seconds")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--sharded-rounds", type=int, default=12)
-    parser.add_argument("--sharded-kills", type=int, default=6, help="half as many at the largest state")
+    parser.add_argument("--sharded-kills", type=int, default=6, help="at most 3 at the largest state")
     parser.add_argument("--only", choices=("sharded", "unsharded"), help="leave the rows of the other job out")
     args = parser.parse_args()
     if args.only == "sharded":

@@ -1,8 +1,10 @@
 """What is left of a job's time when a worker is killed every 5, 15, 60 s: phalanx, torchrun with torch DDP, torchft.
 
 Each contender runs the same work (``_goodput_work``) on four workers, one contender after the other for each
-distance of failures, in changing order. Once it is at full size its undisturbed pace is measured; then SIGKILL goes to
-a random worker by the clock, whether or not the last one has been got over. *Goodput* is the work that counts and was
+distance of failures, in changing order. Once it is at full size its undisturbed pace is measured, and again after the
+last failure, if it is at full size soon (the machine's own pace moves by a tenth within minutes, which one look takes
+for goodput). Between the two SIGKILL goes to a random worker by the clock, whether or not the last one has been got
+over. *Goodput* is the work that counts and was
 not there before, in the window, over what the undisturbed pace would have made of it: repeated steps count once, a
 job that has shrunk makes less. torchrun's script, and phalanx's job, save every ``--save-every`` steps; torchrun's goes
 on from its newest save. A job without progress for ``LIMIT`` seconds is started anew, from its newest save, and that
@@ -87,15 +89,19 @@ def window_of(every: float) -> float:
     return every if every >= 60 else every * max(MIN_FAILURES, round(MIN_WINDOW / every))
 
 
-def pace_of(marks: Sequence[Mark], begin: float, end: float) -> float:
-    """Slots a second between the first and the last mark of a time.
+def pace_of(marks: Sequence[Mark], *looks: tuple[float, float]) -> float:
+    """Slots a second in some stretches of time together, each between the first and the last mark in it.
 
-    >>> pace_of([Mark(0.0, 0, 4), Mark(1.0, 32, 4), Mark(3.0, 96, 4), Mark(9.0, 999, 4)], 0.5, 4.0)
-    32.0
+    >>> marks = [Mark(0.0, 0, 4), Mark(1.0, 32, 4), Mark(3.0, 96, 4), Mark(9.0, 999, 4), Mark(10.0, 1095, 4)]
+    >>> pace_of(marks, (0.5, 4.0)), pace_of(marks, (0.5, 4.0), (9.0, 10.0))
+    (32.0, 53.333333333333336)
     """
-    inside = [mark for mark in marks if begin <= mark.time <= end]
-    first, last = inside[0], inside[-1]
-    return (last.work - first.work) / (last.time - first.time)
+    work = seconds = 0.0
+    for begin, end in looks:
+        inside = [mark for mark in marks if begin <= mark.time <= end]
+        work += inside[-1].work - inside[0].work
+        seconds += inside[-1].time - inside[0].time
+    return work / seconds
 
 
 def work_at(marks: Sequence[Mark], moment: float, pace: float, step: int) -> float:
@@ -219,14 +225,21 @@ class TorchftContender(Contender):
             self._lighthouse = self._thread = None
 
 
-def wait_for_full_size(contender: Contender, since: float) -> bool:
+def wait_for_full_size(contender: Contender, since: float, limit: float = START_LIMIT) -> bool:
     """Wait until all workers make steps together."""
-    until = time.monotonic() + START_LIMIT
+    until = time.monotonic() + limit
     while time.monotonic() < until:
         if any(mark.time > since and mark.size == work.SIZE for mark in contender.marks()):
             return True
         time.sleep(0.1)
     return False
+
+
+def look(seconds: float) -> tuple[float, float]:
+    """Let a job run undisturbed; when that began and ended."""
+    begin = time.time()
+    time.sleep(seconds)
+    return begin, time.time()
 
 
 def measure(contender: Contender, every: float, chance: random.Random) -> Window:
@@ -235,10 +248,8 @@ def measure(contender: Contender, every: float, chance: random.Random) -> Window
     if not wait_for_full_size(contender, 0.0):
         raise NotStarted(f"{contender.name} was not at full size in {START_LIMIT:g} s:\n{_log_of(contender)}")
     time.sleep(1.0)  # connections and caches
-    begin = time.time()
-    time.sleep(UNDISTURBED)
-    now = time.time()
-    pace = pace_of(contender.marks(), begin, now)
+    looks = [look(UNDISTURBED)]
+    now = looks[0][1]
     length, num_starts = window_of(every), 0
     failures = [now + every * (k + 0.5) for k in range(round(length / every))]
     num_failures, end = 0, now + length
@@ -255,7 +266,11 @@ def measure(contender: Contender, every: float, chance: random.Random) -> Window
             contender.start()
             num_starts, started = num_starts + 1, time.time()
         time.sleep(max(0.0, min(0.25, (failures[0] if failures else end) - time.time())))
+    if wait_for_full_size(contender, end, LIMIT):
+        time.sleep(1.0)
+        looks.append(look(UNDISTURBED))
     marks = contender.marks()
+    pace = pace_of(marks, *looks)
     gained = work_at(marks, end, pace, work.SLOTS) - work_at(marks, now, pace, work.SLOTS)
     contender.stop()
     account = str(goodput(read_job_events(contender.directory))) if contender.name == "phalanx" else ""

@@ -7,14 +7,14 @@ first worker more (its clock, the bytes of its collectives, the event of the ste
 between neighbours; others write less. It is alone in its process, as workers are: two simulated ones would also pay
 for the interpreter lock that they share. (Of the line of times that it writes each second, which comes to less than
 1 us for a step, only those show that half of the runs have.)
-*Agent.* ``phalanx run`` with two workers and a step each 20 ms, with a page and without, in turns: what its agent uses
-of one core, and what it uses while somebody looks. That difference between two jobs is noisier than what it shall
-show, so the threads that only a page needs are measured by themselves too. A machine whose cores are all busy loses
-that much of a step.
+*Agent.* ``phalanx run`` with a page, two workers and a step each 20 ms: what the threads that only a page needs use of
+one core while nobody looks, and what the agent's process uses more while somebody does. Looking and not looking take
+turns within one agent, and only its own processor time counts: two agents differ by more than a page costs. A machine
+whose cores are all busy loses that much of a step.
 *Size.* The agent reads the lines of 256 workers and 100,000 steps, and makes the page of them; where there is a
 Chromium, that shows it.
 
-    python -m benchmarks.watch [--steps N] [--run N] [--jobs N] [--seconds S] [--fed N]
+    python -m benchmarks.watch [--steps N] [--run N] [--jobs N] [--turns N] [--seconds S] [--fed N]
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ LINE = 500
 """Steps that a worker tells in one line."""
 LOOKS_EVERY = 2.0
 """Seconds after which a page that is open asks again."""
+SETTLE = 1.5
+"""Seconds after which an agent has noticed that nobody looks any more: its next event or look."""
 
 
 class Rows(torch.utils.data.Dataset[Any]):
@@ -225,28 +227,38 @@ def follow(host: str, stopped: threading.Event) -> None:
     stream.close()
 
 
-def agent_cost(rounds: int, seconds: float) -> tuple[list[float], list[float], list[float]]:
-    """What an agent uses of one core for a page, in each round: the threads of the page while nobody looks, and what
-    the whole agent uses more than one without a page, while nobody looks and while somebody does."""
-    threads, shown, looked_at = [], [], []
-    for number in range(rounds):
-        share = {}
-        for is_on in ((True, False), (False, True))[number % 2]:
-            with running(*(["--dashboard=0"] if is_on else [])) as (pid, output):
-                share[is_on], page = used(pid, seconds)
-                if is_on:
-                    threads.append(page)
-                    found = re.search(r"shown at http://([^/\s]+)/", output)
-                    assert found, output
-                    stopped = threading.Event()
-                    person = threading.Thread(target=follow, args=(found[1], stopped))
-                    person.start()
+@contextmanager
+def somebody(host: str) -> Iterator[None]:
+    """Have somebody look at the page."""
+    stopped = threading.Event()
+    person = threading.Thread(target=follow, args=(host, stopped))
+    person.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        person.join()
+
+
+def agent_cost(rounds: int, turns: int, seconds: float) -> tuple[list[float], list[float]]:
+    """What agents use of one core for a page, in each turn: the threads of the page while nobody looks, and what the
+    process uses more while somebody does than just before and after."""
+    threads, looked_at = [], []
+    for _ in range(rounds):
+        with running("--dashboard=0") as (pid, output):
+            found = re.search(r"shown at http://([^/\s]+)/", output)
+            assert found, output
+            before, page = used(pid, seconds)
+            threads.append(page)
+            for _ in range(turns):
+                with somebody(found[1]):
                     seen, _ = used(pid, seconds)
-                    stopped.set()
-                    person.join()
-        shown.append(share[True] - share[False])
-        looked_at.append(seen - share[False])
-    return threads, shown, looked_at
+                time.sleep(SETTLE)
+                after, page = used(pid, seconds)
+                threads.append(page)
+                looked_at.append(seen - (before + after) / 2)
+                before = after
+    return threads, looked_at
 
 
 # -- a large job --------------------------------------------------------------------------------------------------
@@ -308,8 +320,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--steps", type=int, default=16_000, help="steps of a worker, with events and without")
     parser.add_argument("--run", type=int, default=25, help="steps in each turn")
-    parser.add_argument("--jobs", type=int, default=3, help="turns of jobs with a page and without")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for which an agent is measured")
+    parser.add_argument("--jobs", type=int, default=2, help="jobs with a page")
+    parser.add_argument("--turns", type=int, default=4, help="of looking and not looking, in each of them")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="of each turn, with somebody and with nobody who looks"
+    )
     parser.add_argument("--fed", type=int, default=100_000, help="steps that the agent is told of")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -317,7 +332,7 @@ def main() -> None:
         work(options.work)
         return
     first = tell_worker(options.steps, options.run)
-    tell_agent(options.jobs, options.seconds, first)
+    tell_agent(options.jobs, options.turns, options.seconds, first)
     tell_size(options.fed)
 
 
@@ -330,16 +345,16 @@ def tell_worker(steps: int, run: int) -> float:
     return max(0.0, statistics.median(more))
 
 
-def tell_agent(jobs: int, seconds: float, first: float) -> None:
+def tell_agent(jobs: int, turns: int, seconds: float, first: float) -> None:
     """Measure an agent; what it and the first worker take of a step of 20 ms together."""
-    what = ("page threads, while nobody looks", "agent, while nobody looks", "agent, while somebody looks")
-    costs = agent_cost(jobs, seconds)
-    for name, values in zip(what, costs, strict=True):
-        value, low, high = (100 * pick(values) for pick in (statistics.median, min, max))
+    quiet, more = agent_cost(jobs, turns, seconds)
+    for name, values in (("page threads, while nobody looks", quiet), ("agent, more while somebody looks", more)):
+        value, low, high = (100 * one for one in middle(values))
         print(f"{name}: {value:.2f}% of one core ({low:.2f} to {high:.2f})")
         record(name, "% of a core", value, low=low, high=high)
-    for when, values in (("nobody looks", costs[0]), ("somebody looks", costs[2])):
-        share = 100 * (first / STEP + max(0.0, statistics.median(values)))
+    page = statistics.median(quiet)
+    for when, agent in (("nobody looks", page), ("somebody looks", page + max(0.0, statistics.median(more)))):
+        share = 100 * (first / STEP + agent)
         print(f"of a step of {1e3 * STEP:.0f} ms on busy cores, while {when}: {share:.2f}%", flush=True)
         record(f"share of a step of 20 ms, while {when}", "%", share)
 

@@ -21,6 +21,24 @@ PACKAGES = (
 )  # fmt: skip
 
 
+LANGUAGES = {
+    "": "commands, or something drawn",
+    "sh": "commands",
+    "bash": "commands",
+    "console": "commands behind a prompt, and what they print",
+    "python": "code that runs in the tests",
+    "py": "code that does not run where it stands: see NOT_RUN",
+    "text": "what a program prints",
+    "toml": "a file of --config",
+    "yaml": "a file of another program",
+}
+"""What a fenced block may be, so that none goes unread."""
+NOT_RUN = {
+    "docs/howto/lightning.md": "needs the extra [lightning]; tests/trainers runs examples/lightning_classifier.py",
+    "docs/howto/huggingface.md": "needs the extra [transformers]; tests/trainers runs examples/hf_language_model.py",
+}
+
+
 class Block(NamedTuple):
     """One fenced block of a document, and the line on which its text begins."""
 
@@ -46,7 +64,12 @@ def inline_code(document: Path) -> list[str]:
 
 def commands(document: Path) -> list[str]:
     """The shell commands of a document's blocks, continued lines joined, comments taken off."""
-    shell = [block.text for block in blocks(document) if block.language in ("", "sh")]
+    shell = []
+    for block in blocks(document):
+        if block.language in ("", "sh", "bash"):
+            shell.append(block.text)
+        elif block.language == "console":  # what follows a prompt; the rest is what is printed
+            shell += [f"{line}\n" for line in re.findall(r"^\$ (.*)$", block.text, re.MULTILINE)]
     lines = "".join(shell).replace("\\\n", " ").splitlines()
     return [command for line in lines if (command := line.partition(" #")[0].strip())]
 

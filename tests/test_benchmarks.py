@@ -8,10 +8,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from benchmarks import _results, compare
+from benchmarks import _results, checkpoint, compare, trainers
 from benchmarks.__main__ import QUICK, known
 from benchmarks._results import Figure, Stored, read_figures, record, write
 from benchmarks.compare import Change, changes, compare_files, compare_trees, source_of
+from tools import tables
 
 pytestmark = pytest.mark.fast
 
@@ -91,3 +92,23 @@ def test_a_tree_is_a_folder_or_a_commit() -> None:
         source_of("no-such-commit"),
     ):
         pass
+
+
+def test_a_checkpoint_run_fills_every_column_of_its_table(folder: Path) -> None:
+    found = {f"{kind}_{way}": seconds for kind, seconds in (("save", 2.0), ("load", 1.0)) for way in ("ours", "dcp")}
+    found |= {"save_safetensors": 4.0, "load_safetensors": 0.5, "stall_ours": 0.1, "stall_dcp": 0.4}
+    checkpoint.show(found, 64)
+    rows = list(tables.checkpoint(read_figures(folder / "figures")))
+    assert rows[1:] == [
+        ("save, 64 MB", "2.0 s", "2.0 s", "1.00", "0.6", "4.0 s"),
+        ("load, 64 MB", "1.0 s", "1.0 s", "1.00", "0.6", "500 ms"),
+        ("stall of a step, saved in the background, 64 MB", "100 ms", "400 ms", "0.25", "0.5", ""),
+    ]
+
+
+def test_a_run_of_the_trainers_fills_their_table(folder: Path) -> None:
+    trainers.show({"plain": [(0.002, 0.002)], "lightning": [(0.003, 0.003)], "hf": [(0.0024, 0.003)]}, 2)
+    assert list(tables.trainers(read_figures(folder / "figures")))[1:] == [
+        ("Lightning, two workers", "2.0 ms", "3.0 ms", "1.50", "1.30"),
+        ("Hugging Face, two workers", "2.0 ms", "2.4 ms", "1.20", "1.30"),
+    ]

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
-from documents import DOCUMENTS, ROOT, blocks, commands, inline_code, prose, wrong_calls
+from documents import DOCUMENTS, LANGUAGES, NOT_RUN, ROOT, blocks, commands, inline_code, prose, wrong_calls
 from phalanx.__main__ import COMMANDS, main
 from phalanx.comm import simulate
 from phalanx.data import ShardedDataset
@@ -158,6 +158,9 @@ def elastic(names: Names, group: Any) -> Iterator[None]:
     names |= unsharded
     yield
     assert names["job"].guarding.record.num_skipped == 0
+    yield
+    assert names["job"].verifying.options.every == 100
+    names["job"].close()
 
 
 class _UpDown(nn.Module):
@@ -313,11 +316,32 @@ def watch(names: Names, group: Any) -> Iterator[None]:
     assert str(names["account"]) == "goodput 0.0%, no failures"
 
 
+def trackers(names: Names, group: Any) -> Iterator[None]:
+    next(readme(names, group))
+    yield
+    assert [type(one).__name__ for one in names["trackers"]] == ["TensorBoard", "WandB"]
+    names["job"].close()
+
+
+def compiled(names: Names, group: Any) -> Iterator[None]:
+    from phalanx.tensor import init_device_mesh
+
+    names |= {"mesh": init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), "Block": lambda: nn.Linear(3, 1)}
+    yield
+    next(readme(names, group))
+    names["job"] = phalanx.Job(
+        names["model"], names["optimizer"], names["dataset"], num_slots=1, slot_batch_size=4
+    )  # fmt: skip
+    yield
+    names["job"].close()
+
+
 # Folders of pages whose examples need nothing prepared; a block marked `text` behind one is what it prints.
 SELF_CONTAINED = ("docs/start.md", "docs/tutorials/", "docs/howto/", "docs/coming/", "docs/concepts/")
 READERS: dict[str, tuple[int, Callable[[Names, Any], Iterator[None]]]] = {
     "README.md": (1, readme),
     "docs/comm.md": (2, comm),
+    "docs/compile.md": (1, compiled),
     "docs/context.md": (4, context),
     "docs/contracts.md": (1, contracts),
     "docs/data.md": (4, data),
@@ -332,6 +356,7 @@ READERS: dict[str, tuple[int, Callable[[Names, Any], Iterator[None]]]] = {
     "docs/tensor.md": (4, tensor),
     "docs/transport.md": (1, transport),
     "docs/watch-metrics.md": (1, watch),
+    "docs/watch-trackers.md": (1, trackers),
 }
 
 
@@ -340,6 +365,20 @@ WITH_EXAMPLES = [
     for document in DOCUMENTS
     if any(block.language == "python" for block in blocks(document))
 ]
+
+
+def test_no_block_goes_unread() -> None:
+    found = {(str(document.relative_to(ROOT)), block) for document in DOCUMENTS for block in blocks(document)}
+    unknown = {(document, block.language, block.line) for document, block in found if block.language not in LANGUAGES}
+    assert not unknown
+    assert {document for document, block in found if block.language == "py"} == set(NOT_RUN)
+    for document, block in found:
+        if block.language == "py":
+            assert not list(wrong_calls(block.text)), document
+        elif block.language == "text":
+            assert not re.search(r"^(import |from \w+ import |\w+ = \w+[.(])", block.text, re.MULTILINE), (
+                f"{document}:{block.line} is marked text and looks like Python"
+            )
 
 
 def test_every_document_with_examples_has_a_reader() -> None:

@@ -143,8 +143,8 @@ SUBLAYERS: dict[str, list[str]] = {
     "events": ["_troubles", "_free_event", "_event_types", "_lines", "_writer"],
     "watch": [
         "_decimate", "_histogram", "_committed", "_goodput", "_incidents", "_in_words", "_lifelines", "_nodes",
-        "_paces", "_copies", "_view", "_metrics", "_hub", "_files", "_audit", "_http", "_access", "_page_file",
-        "_prometheus", "_otel", "_report", "_peer_agents", "_site",
+        "_paces", "_copies", "_running_nodes", "_view", "_metrics", "_hub", "_files", "_log_files", "_audit", "_http",
+        "_access", "_page_file", "_prometheus", "_otel", "_report", "_peer_agents", "_site",
     ],
 }  # fmt: skip
 # (importer, imported) that the rules below leave alone: five at most.
@@ -499,7 +499,7 @@ def test_the_list_of_files_is_that_of_their_docstrings() -> None:
 
 def test_the_tables_of_measurements_are_those_of_stored_runs() -> None:
     used = []
-    for document in sorted((ROOT / "docs").glob("*.md")):
+    for document in sorted((ROOT / "docs").rglob("*.md")):
         text = document.read_text()
         assert text == tables.filled(text), f"{document.name}: run `make tables`"
         used += re.findall(r"<!-- measured: (\w+) -->", text)

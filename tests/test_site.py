@@ -62,8 +62,9 @@ def test_every_page_has_its_place_and_every_place_its_page(pages: dict[str, str]
 
 
 def test_pages_begin_with_the_question_that_they_answer() -> None:
+    asked = ("start", "tutorials/", "howto/", "coming/", "concepts/", "clusters.", "compile.", "slots.", "watch")
     for page, path in _nav.documents().items():
-        if page.startswith(("start", "tutorials/", "howto/", "coming/", "concepts/")):
+        if page.startswith(asked):
             first = path.read_text().split("\n\n")[1]
             assert "?" in first, f"{page} begins with: {first}"
 

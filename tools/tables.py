@@ -107,32 +107,49 @@ def compiled(found: Figures) -> Iterable[Sequence[str]]:
     yield "eager, against torch's DTensor eager", amount(eager), amount(eager, "theirs"), times(eager), "5x"
 
 
+DDP_MODELS = {"small": "2,000 small parameters", "transformer": "25M transformer", "bound": "communication-bound"}
+
+
 def ddp(found: Figures) -> Iterable[Sequence[str]]:
-    variants = ("by hand", "gloo", "same host", "gloo fp16", "same host fp16")
+    variants = ("alone", "by hand", "gloo", "same host", "gloo fp16", "same host fp16")
     goals = {"small": 0.80, "transformer": 0.75, "bound": 0.55}
-    titles = {
-        "small": "2,000 small parameters",
-        "transformer": "25M transformer",
-        "bound": "communication-bound",
-    }
-    yield "model", "by hand on gloo", "gloo (0.95)", "same host", "gloo, fp16 hook (0.95)", "same host, fp16 hook"
+    carriers = "gloo (0.95)", "same host", "gloo, fp16 hook (0.95)", "same host, fp16 hook"
+    yield "model", "no DDP", "by hand on gloo", *carriers
     for name, goal in goals.items():
         cells = []
         for variant in variants:
             values = [part(found.get(f"ddp/{name}/{view}/{variant}")) for view in ("plain", "views")]
-            wanted = {"gloo": 0.95, "by": 9.9}.get(variant.split()[0], goal)
-            marked = [f"**{value}**" if value and float(value) > wanted else value for value in values]
-            cells.append(" / ".join(marked) + (f" ({goal:.2f})" if variant.startswith("same host") else ""))
-        yield titles[name], *cells
+            limit = {"gloo": 0.95, "same": goal}.get(variant.split()[0], math.inf)
+            marked = [f"**{value}**" if value and float(value) > limit else value for value in values]
+            said = " / ".join(marked) if any(values) else "not measured"
+            cells.append(said + (f" ({goal:.2f})" if variant.startswith("same host") else ""))
+        yield DDP_MODELS[name], *cells
+
+
+def ddp_views(found: Figures) -> Iterable[Sequence[str]]:
+    variants = {"torch": "torch", "gloo": "gloo (1.00)", "same host": "same host (1.00)"}
+    variants |= {f"{name} fp16": f"{title.partition(' (')[0]}, fp16 hook" for name, title in variants.items()}
+    yield "model", *variants.values()
+    for name, title in DDP_MODELS.items():
+        values = {variant: part(found.get(f"ddp/views over plain/{name}/{variant}")) for variant in variants}
+        yield (
+            title,
+            *(
+                f"**{value}**" if value and float(value) > 1 and not variant.startswith("torch") else value
+                for variant, value in values.items()
+            ),
+        )
 
 
 def ddp_memory(found: Figures) -> Iterable[Sequence[str]]:
-    yield "model", "counted as", "torch", "gloo", "same host"
-    for name in ("small", "transformer", "bound"):
-        for how in ("peak", "proportional"):
-            ours = [found.get(f"ddp/memory/{name}/{carrier}/{how}") for carrier in ("gloo", "same host")]
-            if ours[0]:
-                yield name, how, amount(ours[0], "theirs"), *(amount(figure) for figure in ours)
+    yield "model", "gradients", "counted as", "torch", "gloo", "same host"
+    for name, title in DDP_MODELS.items():
+        for view in ("plain", "views"):
+            for how in ("peak", "proportional"):
+                ours = [found.get(f"ddp/memory/{view}/{name}/{carrier}/{how}") for carrier in ("gloo", "same host")]
+                if ours[0]:
+                    cells = [f"**{amount(one)}**" if one and (one.ratio or 1) < 1 else amount(one) for one in ours]
+                    yield title, view, how, amount(ours[0], "theirs"), *cells
 
 
 def fsdp(found: Figures) -> Iterable[Sequence[str]]:
@@ -179,12 +196,19 @@ def elastic(found: Figures) -> Iterable[Sequence[str]]:
     ):
         figure = found.get(f"elastic/{name}")
         yield title, amount(figure), amount(figure, "theirs"), part(figure)
+    for title, name in (
+        ("the same micro-batches and nobody to sum with", "micro-batches/alone"),
+        ("the same one batch and nobody to sum with", "one batch/alone"),
+    ):
+        if figure := found.get(f"elastic/step/{name}"):
+            yield title, amount(figure), amount(figure, "theirs"), part(figure)
 
 
 def elastic_sharded(found: Figures) -> Iterable[Sequence[str]]:
     yield "", "sharded", "compared with", "ours over theirs", "goal"
     step, memory = "4 workers, 25M parameters", "peak memory of a worker"
     sizes = ("10 MB", "100 MB", "1 GB")
+    share, usual = "2/3 of the parameters", "steps of as many workers with nothing to move"
     rows = [
         (f"step, {step}, copies=1; torch's `fully_shard` on gloo", "step/copies=1", "1.00"),
         (f"step, {step}, copies=2; torch's `fully_shard` on gloo", "step/copies=2", "1.00"),
@@ -192,9 +216,18 @@ def elastic_sharded(found: Figures) -> Iterable[Sequence[str]]:
         (f"{memory}, copies=1; the formula", "memory/copies=1/formula", "1.15"),
         (f"{memory}, copies=2; the formula", "memory/copies=2/formula", "1.15"),
         (f"{memory}, copies=2; the unsharded job", "memory/copies=2/unsharded", "0.55"),
-        *((f"SIGKILL to the next step, {one} of state; the unsharded job", f"kill/{one}", "1.20") for one in sizes),
-        *((f"moved for new copies, {one} of state; 2/3 of the parameters", f"moved/{one}", "1.05") for one in sizes),
-        *((f"step while cells move, {one} of state; before", f"step while cells move/{one}", "1.10") for one in sizes),
+        *(
+            (f"{title}, {one} of state; {other}", f"{name}/{one}", goal)
+            for title, other, name, goal in (
+                ("SIGKILL to the next step less a step", "the unsharded job", "kill", "1.20"),
+                ("SIGKILL to the next step, nothing subtracted", "the unsharded job", "kill with its step", ""),
+                ("moved between survivors", share, "moved between survivors", "1.05"),
+                ("moved to the newcomer", share, "moved to the newcomer", "1.05"),
+                ("steps from the kill until nothing moves, all", usual, "step while cells move", "1.10"),
+                ("the median of them", usual, "median step while cells move", ""),
+            )
+            for one in sizes
+        ),
     ]
     for title, name, goal in rows:
         if figure := found.get(f"elastic/sharded/{name}"):
@@ -343,6 +376,28 @@ def shard(found: Figures) -> Iterable[Sequence[str]]:
         yield title, *(part(found.get(f"shard/{name}/{group}")) for group in ("gloo", "auto")), goal
 
 
+def checkpoint(found: Figures) -> Iterable[Sequence[str]]:
+    yield "4 ranks, local disk", "ours", "DCP", "ours over DCP's", "goal", "safetensors, a file per rank"
+    for title, kind, goal in (
+        ("save", "save", "0.6"),
+        ("load", "load", "0.6"),
+        ("stall of a step, saved in the background", "stall", "0.5"),
+    ):
+        for name, figure in found.items():
+            if match := re.fullmatch(rf"checkpoint/{kind}/(\d+)MB", name):
+                bare = amount(found.get(f"{name}/safetensors"), "theirs")
+                row = amount(figure), amount(figure, "theirs"), part(figure), goal, bare
+                yield f"{title}, {int(match[1]):,} MB", *row
+
+
+def trainers(found: Figures) -> Iterable[Sequence[str]]:
+    yield "processor time of a step", "plain loop over the job's steps", "the trainer", "over the plain loop", "goal"
+    for title, way in (("Lightning", "lightning"), ("Hugging Face", "hf")):
+        for where, suffix in (("alone", "one process"), ("2workers", "two workers")):
+            if figure := found.get(f"trainers/{way}/{where}"):
+                yield f"{title}, {suffix}", amount(figure, "theirs"), amount(figure), part(figure), "1.30"
+
+
 def same_host(found: Figures) -> Iterable[Sequence[str]]:
     sizes = ("4 KB", "256 KB", "4 MB", "32 MB", "128 MB")
     yield "2 ranks / 4 ranks", *sizes
@@ -383,6 +438,7 @@ def watch(found: Figures) -> Iterable[Sequence[str]]:
         ),
         ("the whole agent, more than one without a page", "agent, while nobody looks"),
         ("the same, while somebody looks at the page", "agent, while somebody looks"),
+        ("the agent, more while somebody looks at the page", "agent, more while somebody looks"),
         (
             "first worker and page threads together, of a step of 20 ms on busy cores",
             "share of a step of 20 ms, while nobody looks",
@@ -407,9 +463,11 @@ def extremes(figure: Figure) -> str:
 
 TABLES = {
     "as_backend": Table("comm", as_backend),
+    "checkpoint": Table("checkpoint", checkpoint),
     "compiled": Table("compile", compiled),
     "ddp": Table("ddp", ddp),
-    "ddp_memory": Table("ddp", ddp_memory),
+    "ddp_memory": Table("ddp", ddp_memory, "ddp/memory/plain/"),
+    "ddp_views": Table("ddp", ddp_views, "ddp/views over plain/"),
     "dtensor": Table("dtensor", dtensor),
     "elastic": Table("elastic", elastic, "elastic/kill/"),
     "elastic_sharded": Table("elastic", elastic_sharded, "elastic/sharded/"),
@@ -426,6 +484,7 @@ TABLES = {
     "shard": Table("shard", shard),
     "stragglers": Table("stragglers", stragglers),
     "streaming": Table("streaming", streaming),
+    "trainers": Table("trainers", trainers),
     "watch": Table("watch", watch),
 }
 
@@ -460,7 +519,7 @@ def filled(text: str) -> str:
 
 
 def documents() -> list[Path]:
-    return [path for path in sorted((ROOT / "docs").glob("*.md")) if SPOT.search(path.read_text())]
+    return [path for path in sorted((ROOT / "docs").rglob("*.md")) if SPOT.search(path.read_text())]
 
 
 if __name__ == "__main__":

@@ -23,13 +23,16 @@ _DTENSOR = [
     *("DTensor", "DeviceMesh", "Partial", "Placement", "Replicate", "Shard", "distribute_module", "distribute_tensor"),
     *("empty", "full", "init_device_mesh", "ones", "rand", "randn", "zeros"),
 ]
+_DTENSOR_API = [name for name in _DTENSOR if name.islower() and name != "init_device_mesh"] + ["DTensor"]
+_PLACEMENTS = ["Partial", "Placement", "Replicate", "Shard", "_MaskPartial", "_StridedShard"]
 _STYLES = [
     *("ColwiseParallel", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"),
-    *("RowwiseParallel", "SequenceParallel", "loss_parallel", "parallelize_module"),
+    *("RowwiseParallel", "SequenceParallel"),
 ]
+_MESH = ["DeviceMesh", "init_device_mesh"]
 _FSDP = [
-    *("CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle", "fully_shard"),
-    *("register_fsdp_forward_method", "share_comm_ctx"),
+    *("CPUOffloadPolicy", "DataParallelMeshDims", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy"),
+    *("UnshardHandle", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx"),
 ]
 PARTS: dict[str, dict[str, tuple[str, Sequence[str]]]] = {
     "ddp": {
@@ -41,12 +44,38 @@ PARTS: dict[str, dict[str, tuple[str, Sequence[str]]]] = {
         "torch.utils.data.distributed": ("phalanx.data.torch_names", ["DistributedSampler"]),
     },
     "tensor": {
+        "torch.distributed": ("phalanx.comm", _MESH),
+        "torch.distributed.device_mesh": ("phalanx.comm", _MESH),
         "torch.distributed.tensor": ("phalanx.tensor", _DTENSOR),
-        "torch.distributed.tensor.parallel": ("phalanx.tensor.parallel", _STYLES),
-        "torch.distributed.device_mesh": ("phalanx.comm", ["DeviceMesh", "init_device_mesh"]),
-        "torch.distributed": ("phalanx.comm", ["DeviceMesh", "init_device_mesh"]),
+        "torch.distributed.tensor.debug": ("phalanx.tensor.debug", ["CommDebugMode", "visualize_sharding"]),
+        "torch.distributed.tensor.device_mesh": ("phalanx.tensor.device_mesh", _MESH),
+        "torch.distributed.tensor.experimental": (
+            "phalanx.tensor.experimental",
+            ["implicit_replication", "local_map", "register_sharding"],
+        ),
+        "torch.distributed.tensor.parallel": (
+            "phalanx.tensor.parallel",
+            [*_STYLES, "loss_parallel", "parallelize_module"],
+        ),
+        "torch.distributed.tensor.parallel.api": ("phalanx.tensor.parallel.api", ["parallelize_module"]),
+        "torch.distributed.tensor.parallel.loss": ("phalanx.tensor.parallel.loss", ["loss_parallel"]),
+        "torch.distributed.tensor.parallel.style": ("phalanx.tensor.parallel.style", _STYLES),
+        "torch.distributed.tensor.placement_types": ("phalanx.tensor.placement_types", _PLACEMENTS),
+        "torch.distributed._tensor": ("phalanx.tensor", _DTENSOR),  # where it was before torch 2.5
+        "torch.distributed._tensor.api": ("phalanx.tensor", _DTENSOR_API),
+        "torch.distributed._tensor.placement_types": ("phalanx.tensor.placement_types", _PLACEMENTS[:4]),
     },
-    "fsdp": {"torch.distributed.fsdp": ("phalanx.fsdp", _FSDP)},
+    "fsdp": {
+        "torch.distributed.fsdp": ("phalanx.fsdp", _FSDP),
+        "torch.distributed._composable.fsdp": (
+            "phalanx.fsdp",
+            [name for name in _FSDP if name not in ("DataParallelMeshDims", "UnshardHandle", "share_comm_ctx")],
+        ),
+        "torch.distributed._composable.fsdp.fully_shard": (
+            "phalanx.fsdp",
+            ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method"],
+        ),
+    },
 }
 """By part: in which module of torch's which names are answered by which module of ours."""
 

@@ -113,6 +113,15 @@ def test_everything_becomes_everything(kind: str, format: str, tmp_path: Path) -
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted([kind, "out"])
 
 
+def test_safetensors_say_whose_tensors_they_hold(tmp_path: Path) -> None:
+    checkpoint.export(write("torch", tmp_path), tmp_path / "out")
+    with safetensors.safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    torch.save({"__metadata__": torch.ones(1)}, tmp_path / "odd")
+    with pytest.raises(CheckpointError, match="called __metadata__, which safetensors files keep for themselves"):
+        checkpoint.export(tmp_path / "odd", tmp_path / "other")
+
+
 def read_with_its_own_tool(format: str, path: Path) -> dict[str, torch.Tensor]:
     if format == "hf":
         return safetensors.torch.load_file(path / "model.safetensors")
@@ -228,6 +237,12 @@ def test_the_commands_say_what_they_did(tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["num_bytes"] == 258
     assert main(["export", str(path), str(out), "--format", "torch", "--names", "encoder.*"]) == 0
     assert "wrote 2 tensors, 250 B" in capsys.readouterr().out
+    capsys.readouterr()
+    assert main(["export", str(path), str(out) + "2", "--format", "torch", "--names", "encoder.*", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["path"] == str(out) + "2"
+    assert said["tensors"]
+    assert all(name.startswith("encoder.") for name in said["tensors"])
     assert main(["export", str(path), str(out)]) == 1
     assert "exists; pass overwrite=True (--overwrite)" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "nowhere")]) == 1

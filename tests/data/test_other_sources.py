@@ -226,3 +226,11 @@ def test_what_is_no_stream_of_theirs_is_refused():
         from_huggingface([1, 2])
     with pytest.raises(TypeError, match="object is no streaming dataset"):
         from_huggingface(object())
+
+
+@fast
+def test_a_release_of_datasets_that_hides_what_was_done_is_refused():
+    stream = type("IterableDataset", (), {"__module__": "datasets.iterable_dataset"})()
+    stream._ex_iterable = stream._shuffling = stream._distributed = None
+    with pytest.raises(TypeError, match=r"has no _formatting, by which Phalanx sees"):
+        from_huggingface(stream)

@@ -137,7 +137,8 @@ def test_a_save_in_the_middle_resumes_at_another_world_size_with_the_same_bits(t
         return job.step, job.digest()
 
     simulate(sizes[0]).run(part, 4)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-000000000002", "step-000000000004"]
+    found = [path.name for path in sorted(tmp_path.iterdir())]
+    assert found == ["last-good", "step-000000000002", "step-000000000004"]
     assert simulate(sizes[1]).run(part, 7) == [(7, digest)] * sizes[1]
 
 

@@ -176,4 +176,4 @@ print("not reached")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000000000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["owner", "step-000000000003"]

@@ -55,6 +55,12 @@ def run_loop(job, *, compute=True, backward=True, commit=True):
             step.commit()
 
 
+def test_an_optimizer_that_needs_several_gradients_in_a_step_is_refused():
+    model = nn.Linear(6, 1)
+    with pytest.raises(ValueError, match="a Job cannot use LBFGS: it computes the gradient several times in a step"):
+        Job(model, torch.optim.LBFGS(model.parameters()), Rows(), num_slots=4, slot_batch_size=4, run=QUIET)
+
+
 def test_a_loop_without_backward_or_commit_is_an_error():
     with pytest.raises(RuntimeError, match=r"micro.backward\(loss\) was not called for slot 0 of step 0"):
         run_loop(linear_job(), backward=False)

@@ -17,7 +17,8 @@ from phalanx.elastic import DataOptions, Guard, Job, NonFinite, Outcome, RunOpti
 from phalanx.elastic._guard import BAD_GRADIENT, Reaction, SlotReport, StepFacts, decide, explain
 from phalanx.elastic._guarding import is_finite
 from phalanx.elastic.audit import check_directory
-from phalanx.elastic.checkpoint._save_folder import find_save
+from phalanx.elastic.checkpoint._save_folder import find_save, good_save
+from phalanx.events._writer import read_lines
 
 NAN, INF = math.nan, math.inf
 STEP, SLOT = 2, 3
@@ -356,6 +357,28 @@ def test_a_state_that_the_update_made_infinite_is_not_saved_and_does_not_leave_t
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize(("nonfinite", "good"), [("skip", 2), ("raise", 2), ("stop", 8), ("ignore", None)])
+def test_the_last_good_save_stays_outside_of_the_rotation_while_a_guard_looks(tmp_path, nonfinite, good):
+    """Steps 5, 7 and 9 are bad: only that of step 2 was followed by sound steps up to the next save."""
+    job = make(guard=Guard(nonfinite=nonfinite), saves=Saves(directory=tmp_path, every=2, keep=1))
+    bad, caught = (5, 7, 9) if nonfinite in ("skip", "raise") else (), []
+    for step in job.steps(max_steps=10):
+        job.saving.wait_idle()
+        for micro in step:
+            micro.backward(plain(step, micro) + (NAN if step.number in bad else 0.0))
+        try:
+            step.commit()
+        except NonFinite as error:
+            caught.append(error.step)
+    assert caught == (list(bad) if nonfinite == "raise" else [])
+    job.saving.wait_idle()
+    job.close()
+    left = sorted(int(path.name[5:]) for path in tmp_path.glob("step-*"))
+    assert left == ([good, 10] if good else [10])
+    assert good_save(tmp_path) == (f"step-{good:012d}" if good else "")
+
+
+@pytest.mark.fast
 def test_weights_that_were_infinite_before_are_named_as_the_cause():
     def spoil(step):
         with torch.no_grad():
@@ -371,14 +394,14 @@ SCRIPT = """
 import sys
 from pathlib import Path
 import torch
-from phalanx.elastic import Job, RunOptions, Saves
+from phalanx.elastic import Guard, Job, RunOptions, Saves
 
 out = Path(sys.argv[1])
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
 data = torch.utils.data.TensorDataset(torch.randn(64, 4))
 job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1), data, num_slots=4, slot_batch_size=2,
-          saves=Saves(directory=out / "saves", every=1, keep=2),
+          saves=Saves(directory=out / "saves", every=1, keep=2), guard=Guard(nonfinite=sys.argv[2]),
           run=RunOptions(progress=False, threads=1, log_dir=out / "logs"))
 (out / f"began-{job.worker_id}").touch()
 for step in job.steps(max_steps=12):
@@ -390,13 +413,12 @@ for step in job.steps(max_steps=12):
 """
 
 
-@pytest.mark.timeout(200)
-def test_phalanx_run_ends_with_an_error_replaces_nobody_and_the_last_good_save_stays(tmp_path):
+def phalanx_run(tmp_path, nonfinite):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node=2", "--on-failure=heal",
-               "--preload=torch._dynamo,phalanx.elastic", str(script), str(tmp_path)]  # fmt: skip
-    done = subprocess.run(
+               "--preload=torch._dynamo,phalanx.elastic", str(script), str(tmp_path), nonfinite]  # fmt: skip
+    return subprocess.run(
         command,
         capture_output=True,
         text=True,
@@ -404,12 +426,34 @@ def test_phalanx_run_ends_with_an_error_replaces_nobody_and_the_last_good_save_s
         cwd=tmp_path,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
+
+
+@pytest.mark.timeout(200)
+def test_phalanx_run_with_skip_leaves_the_bad_step_out_and_ends_well(tmp_path):
+    done = phalanx_run(tmp_path, "skip")
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("began-*"))) == 2, "nobody was replaced for it"
+    verdict = check_directory(tmp_path / "logs")
+    assert (verdict.problems, verdict.num_steps, list(verdict.left_out)) == ([], 12, [5])
+    lines = [line for path in (tmp_path / "logs").glob("events-*") for line in read_lines(path)]
+    skipped = [(line["step"], line["reason"]) for line in lines if line["event"] == "skipped"]
+    assert skipped == [(5, "the loss is nan, the gradient of weight, bias has nan or infinite values")] * 2
+    save, _ = find_save(tmp_path / "saves")
+    assert save.step == 12
+    assert all(is_finite(value) for value in save.state()["parts"]["model"].values())
+
+
+@pytest.mark.timeout(200)
+def test_phalanx_run_ends_with_an_error_replaces_nobody_and_the_last_good_save_stays(tmp_path):
+    done = phalanx_run(tmp_path, "stop")
     assert done.returncode != 0
     assert len(list(tmp_path.glob("began-*"))) == 2, "nobody was started in their place"
     assert "NonFinite: step 5 of epoch 0 is not finite: the loss is nan" in done.stderr
     assert "slot 2 (worker " in done.stderr
     assert "it stopped the job" in done.stderr
     assert sorted(path.name for path in Path(tmp_path / "saves").iterdir()) == [
+        "last-good",
+        "owner",
         "step-000000000004",
         "step-000000000005",
     ]

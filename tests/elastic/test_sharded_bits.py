@@ -8,7 +8,7 @@ from sharded_training import make_job, train, weights
 from phalanx.comm import simulate
 
 EVERYTHING = [(size, copies) for size in (1, 2, 3, 4, 5, 7, 8) for copies in (1, 2, 3)]
-SOME = [(3, 2), (1, 2), (5, 1), (9, 3)]
+SOME = [(3, 2), (1, 2), (5, 1), (9, 3), (3, "all")]
 
 
 def unsharded(options):

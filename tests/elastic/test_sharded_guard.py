@@ -21,6 +21,18 @@ NAN = float("nan")
 SKIPS = Guard(nonfinite="skip")
 
 
+class Steep(torch.autograd.Function):
+    """The identity, with an infinite gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * float("inf")
+
+
 def run(group, sharded, guard, spoiled, max_steps, saves=None, clip=0.5):
     """Train with losses that are ``spoiled``: by step, added to and multiplied with."""
     run = RunOptions(progress=False, group=group, verify=True, threads=1)
@@ -44,6 +56,79 @@ def test_a_step_that_is_not_finite_is_left_out_as_in_the_unsharded_job(spoiled):
     expected = run(None, False, *arguments)
     assert expected[0].count(Outcome.SKIPPED) == 2
     for found in simulate(3).run(run, True, *arguments):
+        assert found == expected
+
+
+def names_of_slot_3(job):
+    samples = ", ".join(map(str, job.schedule.sampler.indices(1, 3)))
+    return f"slot 3 (worker {job.sharding.workers[job.sharding.waves.owners[3]]}): ", f"; samples {samples}"
+
+
+@pytest.mark.parametrize("kind", ["module", "loss", "gradient"])
+def test_the_error_names_slot_worker_samples_and_the_first_that_is_not_finite(kind):
+    def main(group):
+        run = RunOptions(progress=False, group=group, threads=1)
+        job = make_job(sharded=True, copies=2, run=run, is_random=False)
+        bad = []
+        job.model.middle[3].register_forward_hook(lambda module, args, output: output * NAN if bad else None)
+
+        def train():
+            for step in job.steps(max_steps=3):
+                for micro in step:
+                    bad[:] = [True] if (step.number, micro.slot, kind) == (1, 3, "module") else []
+                    loss = F.cross_entropy(job.model(micro.inputs), micro.targets)
+                    if (step.number, micro.slot) == (1, 3) and kind != "module":
+                        loss = loss * NAN if kind == "loss" else Steep.apply(loss)
+                    micro.backward(loss)
+                step.commit()
+
+        with pytest.raises(NonFinite) as caught:
+            train()
+        assert caught.value.slots == {3: tuple(job.schedule.sampler.indices(1, 3))}
+        return names_of_slot_3(job), str(caught.value)
+
+    told = simulate(3).run(main)
+    assert len(set(told)) == 1, "all workers say the same"
+    ((who, samples), message) = told[0]
+    (line,) = [line.strip() for line in message.splitlines() if line.strip().startswith("slot ")]
+    if kind == "gradient":
+        assert line.startswith(
+            f"{who}gradient is not finite{samples}; the first that is not finite is the gradient of "
+        )
+    else:
+        where = {
+            "module": "the first that is not finite is the output of module middle.3",
+            "loss": "the output of every module is finite: it begins in the loss",
+        }[kind]
+        assert line == f"{who}loss is nan{samples}; {where}"
+
+
+def test_a_loop_that_catches_the_error_goes_on_as_one_that_skips():
+    spoiled = {1: (NAN, 1.0), 3: (0.0, NAN)}
+
+    def main(group, sharded):
+        run = RunOptions(progress=False, group=group, verify=True, threads=1)
+        job = make_job(sharded=sharded, copies=2, guard=Guard(nonfinite="raise"), run=run, is_random=False)
+        caught = []
+        for step in job.steps(max_steps=7):
+            plus, times = spoiled.get(step.number, (0.0, 1.0))
+            for micro in step:
+                loss = F.cross_entropy(job.model(micro.inputs), micro.targets)
+                micro.backward(loss * times + plus if micro.slot == 3 else loss)
+            try:
+                counts = bool(step.commit(max_grad_norm=0.5))
+            except NonFinite as error:
+                counts = True
+                assert step.outcome is Outcome.SKIPPED
+                caught.append((error.step, error.slots))
+            if counts:
+                job.count.update(job.model)
+        return caught, weights(job), job.guarding.record
+
+    expected = main(None, False)
+    assert [step for step, _ in expected[0]] == [1, 3]
+    assert expected[1:] == run(None, False, SKIPS, spoiled, 7)[1:]
+    for found in simulate(3).run(main, True):
         assert found == expected
 
 

@@ -49,7 +49,7 @@ def test_mistakes_in_the_constructor_are_named():
     fully_shard(model)
     with pytest.raises(ValueError, match="not the model's; build the optimizer"):
         alone(model, early)
-    with pytest.raises(ValueError, match="cannot use LBFGS"):
+    with pytest.raises(ValueError, match="a Job cannot use LBFGS: it computes the gradient several times"):
         alone(model, torch.optim.LBFGS(model.parameters()))
     model = Blocks()
     fully_shard(model.first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from sharded_world import COMMIT_POINT, Fault, ShardedWorld
 from log_lines import read_lines
 from phalanx.comm.faults import lose_result_at, play
 from phalanx.elastic import RunOptions, Saves, StepsLost
+from phalanx.elastic._sharded_step import ShardedStep
 from phalanx.elastic.audit import check_directory
 from phalanx.elastic.sharded._sharded_level import CellsLost
-from phalanx.errors import JobStopped
+from phalanx.errors import JobStopped, PeerLost
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -102,6 +104,54 @@ def test_who_missed_the_commit_point_that_others_passed_rolls_forward(make_world
     check(world, results, undisturbed, "ab")
     assert (STEP, "adopted") in world.told["b"].outcomes
     assert (STEP, "applied") in world.told["a"].outcomes
+
+
+@pytest.mark.parametrize("losing", ["", "b", "ab"], ids=["all pass", "one loses the result", "all lose the result"])
+def test_a_worker_dies_between_the_commit_point_and_its_update(make_world, undisturbed, monkeypatch, losing):
+    """Worker c has passed and changes nothing any more. Of the others, some lose contact when they have the result."""
+    world = make_world()
+    passed = {worker: threading.Event() for worker in "abc"}
+    pass_commit_point, apply = ShardedStep._pass_commit_point, ShardedStep.apply
+
+    def is_due(step):
+        return step.number == STEP and step.job.generation == 0
+
+    def wait_for(workers):
+        for worker in workers:
+            assert passed[worker].wait(100), f"worker {worker} has not come there"
+
+    def pass_or_lose(step):
+        verdict = pass_commit_point(step)
+        worker = step.job.worker_id
+        if is_due(step) and worker in losing:
+            passed[worker].set()
+            wait_for("c")
+            raise PeerLost(f"worker {worker} was told to lose contact", generation=0)
+        return verdict
+
+    def apply_or_die(step, verdict):
+        worker = step.job.worker_id
+        if is_due(step) and worker == "c":
+            passed["c"].set()
+            wait_for("ab")
+            world.break_(0, "c")
+            world.agree(1, "a", "b")
+            raise Die
+        apply(step, verdict)
+        if is_due(step):
+            passed[worker].set()
+
+    monkeypatch.setattr(ShardedStep, "_pass_commit_point", pass_or_lose)
+    monkeypatch.setattr(ShardedStep, "apply", apply_or_die)
+    results = world.run("abc")
+    assert isinstance(results["c"], Die)
+    check(world, results, undisturbed, "ab")
+    first = {worker: next(how for number, how in world.told[worker].outcomes if number == STEP) for worker in "ab"}
+    assert first == {
+        "": {"a": "applied", "b": "applied"},
+        "b": {"a": "applied", "b": "adopted"},
+        "ab": {"a": "dropped", "b": "dropped"},
+    }[losing]  # fmt: skip
 
 
 def test_two_losses_within_three_copies_cost_nothing(make_world, undisturbed):

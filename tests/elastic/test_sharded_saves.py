@@ -37,6 +37,7 @@ def test_a_save_resumes_at_any_number_of_workers_sharded_or_not(tmp_path, undist
     kind, told, digest, sha = undisturbed
     (size, *before), (later, *after) = way
     simulate(size).run(part, tmp_path, 4, *before, kind)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-000000000002", "step-000000000004"]
+    found = [path.name for path in sorted(tmp_path.iterdir())]
+    assert found == ["last-good", "step-000000000002", "step-000000000004"]
     for found in simulate(later).run(part, tmp_path, 7, *after, kind):
         assert found == (told[4:], 7, digest, sha)

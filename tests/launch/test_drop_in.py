@@ -70,6 +70,54 @@ assert len(told) == count == len(set(told))
     assert done.returncode == 0, done.stderr
 
 
+IMPORTS = """
+from torch.distributed._composable.fsdp import fully_shard as composable
+from torch.distributed._composable.fsdp.fully_shard import fully_shard as deep
+from torch.distributed._tensor import Shard as old_shard, distribute_tensor as old_distribute
+from torch.distributed._tensor.api import DTensor as old_dtensor
+from torch.distributed._tensor.device_mesh import init_device_mesh as old_mesh
+from torch.distributed._tensor.experimental import local_map as old_local_map
+from torch.distributed._tensor.placement_types import Replicate as old_replicate
+from torch.distributed.tensor.debug import CommDebugMode, visualize_sharding
+from torch.distributed.tensor.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import implicit_replication, local_map, register_sharding
+from torch.distributed.tensor.parallel.api import parallelize_module
+from torch.distributed.tensor.parallel.loss import loss_parallel
+from torch.distributed.tensor.parallel.style import ColwiseParallel
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+import torch.distributed.tensor.placement_types as places
+dotted = places.Partial
+"""
+
+
+def test_every_module_that_scripts_import_from_gives_ours_which_work_together() -> None:
+    """A placement of torch's class is refused by our ``distribute_tensor``: one left out is a script that fails."""
+    code = f"""
+from phalanx import _drop_in
+_drop_in.install(_drop_in.parse_parts("tensor,fsdp"), lambda line: None)
+before = set(globals())
+{IMPORTS}
+found = {{name: value for name, value in globals().items() if name not in before | {{"before", "places"}}}}
+assert len(found) == 20, sorted(found)
+for name, value in found.items():
+    assert value.__module__.startswith("phalanx."), (name, value.__module__)
+import torch
+from phalanx.comm import simulate
+
+def program(group):
+    mesh = old_mesh("cpu", (2,))
+    tensor = old_distribute(torch.arange(4.0), mesh, [Shard(0)])
+    assert isinstance(tensor, old_dtensor) and tensor.placements == (old_shard(0),)
+    with CommDebugMode() as mode:
+        full = tensor.redistribute(mesh, [old_replicate()]).to_local()
+    return full.tolist(), mode.get_total_counts()
+
+assert simulate(2).run(program) == [([0.0, 1.0, 2.0, 3.0], 1)] * 2
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
 def test_parts_that_are_not_asked_for_stay_torchs() -> None:
     code = """
 from phalanx import _drop_in
@@ -85,6 +133,13 @@ assert len(told) == 2, told
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_mistake_of_the_script_gets_our_diagnosis(launcher: Launcher) -> None:
+    agent = launcher.run("--nproc-per-node=2", "--drop-in=ddp", "mismatched_models.py")
+    assert agent.wait() != 0
+    assert "ReplicaMismatch" in agent.output, agent.output
+    assert re.search(r"rank [01]: the ranks' models differ: .*1\.weight.*build it in the same way", agent.output)
 
 
 @pytest.mark.fast

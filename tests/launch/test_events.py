@@ -77,6 +77,7 @@ EVENTS: list[events.AnyEvent] = [
     types.Saved(worker="w", step=3, path="/saves/3"),
     types.SaveFailed(worker="w", step=3, error="full", next_attempt_in=2.0),
     types.SaveUnreadable(worker="w", problem="torn"),
+    types.DirectoryShared(worker="w", directory="/saves", owner="job b"),
     types.TrainingLeft(worker="w", step=3),
     types.NotNeeded(worker="w", step=9),
     types.TrainingFinished(worker="w", step=9),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import tempfile
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.__main__ import main
 from phalanx.launch import DefaultLogsSpecs
 from phalanx.launch.cli._scale import main as scale_main
 from phalanx.launch.system._folders import (
@@ -114,6 +116,31 @@ def test_scale_says_which_jobs_it_could_mean(temporary: Path, capsys: pytest.Cap
     assert "no job 'job9' of yours" in says("--rdzv-id", "job9")
     for folder in folders:
         folder.remove()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("command", ["events", "logs", "report", "status"])
+def test_of_several_jobs_a_command_says_which_it_could_mean(
+    temporary: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main([command]) == 2
+    assert "no job of yours runs on this machine" in capsys.readouterr().err
+    folders = [open_agent_folder() for _ in range(2)]
+    register_job(folders[0], JOB)
+    register_job(folders[1], RunningJob(run_id="job8", store_url="tcp://localhost:2"))
+    try:
+        is_list = command == "status"
+        assert main([command]) == (0 if is_list else 2)
+        said = capsys.readouterr()
+        assert "2 jobs of yours run on this machine" in (said.out if is_list else said.err)
+        assert "job8" in (said.out if is_list else said.err)
+        if is_list:
+            assert main(["status", "--json"]) == 0
+            jobs = json.loads(capsys.readouterr().out)["jobs"]
+            assert sorted(job["job"] for job in jobs) == ["job7", "job8"]
+    finally:
+        for folder in folders:
+            folder.remove()
 
 
 LOADING = """

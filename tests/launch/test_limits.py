@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import phalanx
 from phalanx.launch.cli._flags import parse
+from phalanx.launch.cli._from_flags import config_from_args
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.events import LimitReached, read_events
 from phalanx.launch.failures._process_failure import ProcessFailure
@@ -124,12 +125,12 @@ def death(generation: int, worker: str, host: str = "h", **facts) -> Death:
 def test_the_same_place_on_another_machine_is_the_code_or_the_data():
     """Workers that were there from the beginning die one after the other: in one place, so that is no wave."""
     streak = Streak()
-    for generation, worker in enumerate("abcd"):
+    for generation, worker in enumerate("abc"):
         assert not is_loop(streak)
         streak = after(streak, death(generation, worker, host=worker.upper()))
-    assert is_loop(streak)
+    assert is_loop(streak), "the third"
     assert describe(streak) == (
-        "step 812, slot 5, samples 3, 17 failed on workers a, b, c, d: the code or the data, not the machine"
+        "step 812, slot 5, samples 3, 17 failed on workers a, b, c: the code or the data, not the machine"
     )
     recovery = _policy.on_failure(NOW, reason="x", is_incurable=False, streak=streak)
     assert recovery.action is Action.FAIL
@@ -154,6 +155,67 @@ def test_progress_always_ends_a_streak_and_without_it_a_loop_is_found(deaths):
         stuck = after(stuck, death(generation, f"{worker}{generation}", place=f"step 5, slot {slot}", born=generation))
         assert not is_loop(going)
         assert is_loop(stuck) == (generation >= 3)
+
+
+@pytest.mark.fast
+def test_a_bad_node_is_left_out_before_the_job_is_given_up_for_it():
+    """Its workers die at their start: at the third the node goes; a job that stopped there would be lost for it."""
+    streak, failures = Streak(), ()
+    for n in range(NODE_FAILURES):
+        streak = after(streak, Death(generation=n, born=n, worker=f"a{n}", host="A"))
+        now = replace(NOW, restarts=n, failures=failures, time=float(n), max_restarts=9)
+        recovery = _policy.on_failure(now, reason="x", is_incurable=False, streak=streak)
+        failures = parse_failures(recovery.failures)
+    assert (recovery.action, recovery.leave_out, recovery.limit) == (Action.HEAL, ("a",), "node")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("facts", [{"step": 812, "place": ""}, {"step": -1}, {"step": -1, "place": ""}])
+def test_starting_anew_without_progress_ends_where_workers_tell_how_far_they_got(facts):
+    streak = Streak()
+    now = replace(NOW, heals=False, can_regroup=False, max_restarts=99)
+    for n in range(20):
+        streak = after(streak, death(n, f"w{n}", born=n, **facts))
+        recovery = _policy.on_failure(now, reason="x", is_incurable=False, streak=streak)
+        if recovery.action is Action.FAIL:
+            break
+    if facts == {"step": -1, "place": ""}:
+        assert recovery.action is Action.RESTART, "nobody knows: only the budget ends that"
+        return
+    assert (n, recovery.limit) == (3, "progress")
+    why = (
+        "3 starts in a row failed without a step that the job had not reached before" if not streak.place else "slot 5"
+    )
+    assert why in recovery.reason
+
+
+@pytest.mark.fast
+@given(st.lists(st.integers(0, 3), max_size=30))
+def test_a_step_of_any_worker_is_progress_where_all_start_anew(gains):
+    """Only the first worker reports, another one dies: ``took_part`` is what the agent makes of that."""
+    streak, step, last = Streak(), 0, -1
+    for n, gain in enumerate(gains):
+        step += gain
+        streak = after(streak, death(n, f"w{n}", born=n, step=step, place="", took_part=True))
+        last = n if gain or not n else last
+        assert is_loop(streak) == (n - last > 2)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("words", "budget"),
+    [
+        (["--on-failure", "heal"], (100, 3600.0)),
+        (["--on-failure", "heal", "--restart-window", "0"], (100, 0.0)),
+        (["--on-failure", "heal", "--restart-window", "1d"], (100, 86400.0)),
+        (["--on-failure", "heal", "--max-restarts", "7"], (7, 0.0)),
+        (["--max-restarts", "7", "--restart-window", "1h"], (7, 3600.0)),
+        ([], (0, 0.0)),
+    ],
+)
+def test_a_budget_that_nobody_has_told_is_one_of_an_hour(words, budget):
+    config = config_from_args(parse([*words, "x.py"], {}), 1)
+    assert (config.max_restarts, config.restart_window) == budget
 
 
 @pytest.mark.fast
@@ -194,6 +256,18 @@ def test_a_script_that_says_do_not_retry_is_started_once(launcher, tmp_path):
     assert "DoNotRetry: the vocabulary is gone" in agents[0].output
     (path,) = (tmp_path / "log").rglob("events.jsonl")
     assert [event.limit for event in read_events(path) if isinstance(event, LimitReached)] == ["do not retry"]
+
+
+def test_a_budget_that_is_used_up_is_an_event(launcher, tmp_path):
+    agent = launcher.run("--max-restarts", 1, "--restart-window", "1h", f"--log-dir={tmp_path / 'log'}",
+                         "--no-python", "sh", "-c", f"echo >> {tmp_path}/starts; exit 3")  # fmt: skip
+    assert agent.wait() == 1
+    assert len((tmp_path / "starts").read_text()) == 2
+    (path,) = (tmp_path / "log").rglob("events.jsonl")
+    (event,) = [event for event in read_events(path) if isinstance(event, LimitReached)]
+    assert event.limit == "restarts"
+    assert "all 1 restarts are used within 3600 s" in event.reason
+    assert event.reason in agent.output, "and a sentence"
 
 
 FAILING_NODE = """

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from phalanx.launch import metrics
+from phalanx.launch import LaunchConfig, events, metrics
+from phalanx.launch.agent._node_watch import NodeWatch
+from phalanx.launch.agent._observer import Observer
 from phalanx.launch.metrics import MetricData, MetricHandler, Metrics, MetricsConfig, make_handler
 
 pytestmark = pytest.mark.fast
@@ -146,3 +153,48 @@ def test_wrong_configurations_are_refused(params: dict[str, str], message: str) 
     with pytest.raises(ValueError, match=message):
         make_handler(params)
     metrics.initialize_metrics()
+
+
+def test_what_prometheus_reads_is_on_the_page_of_the_agent_too() -> None:
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=1, rdzv_backend="c10d", run_id="j", metrics_cfg={"type": "prometheus"}
+    )
+    watch = NodeWatch(config, None, None)  # type: ignore[arg-type]  # no rendezvous is asked for anything
+    observer = Observer.create(config, None, watch)
+    try:
+        observer.write(events.GenerationFormed(job="j", generation=3, num_nodes=1, num_workers=2))
+        found = {family.name: family.samples[0].value for family in text_string_to_metric_families(watch.metrics())}
+        assert [value for name, value in found.items() if name.endswith("_generation")] == [3]
+    finally:
+        observer.close()
+    assert NodeWatch(config, None, None).metrics() == ""  # type: ignore[arg-type]
+
+
+def test_a_page_that_others_can_reach_has_a_token_that_is_printed_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=1, rdzv_backend="c10d", run_id="j", dashboard="0.0.0.0:0"
+    )
+    watch = NodeWatch(config, SimpleNamespace(secret_file=""), None)  # type: ignore[arg-type]  # all that is asked of it
+    watch.start(str(tmp_path))
+    try:
+        said = capsys.readouterr()
+        (token,) = re.findall(r"token=(\S+)", said.out + said.err)
+        port = urlsplit(watch.url).port
+        assert token not in watch.url, "what stands in the store"
+
+        def ask(**headers: str) -> int:
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/api/v1/summary", headers=headers)
+            try:
+                with urllib.request.urlopen(request, timeout=30) as answer:
+                    return int(answer.status)
+            except urllib.error.HTTPError as error:
+                return error.code
+
+        assert ask() == 401
+        assert ask(Authorization=f"Bearer {token}") == 200
+    finally:
+        watch.stop()
+    said = capsys.readouterr()
+    assert "token" not in said.out + said.err

@@ -10,6 +10,8 @@ import socket
 import pytest
 from tests.launch.conftest import complete_rows as lines
 
+from phalanx.launch.events import LimitReached, read_events
+
 pytestmark = pytest.mark.timeout(300)
 
 HEAL = ("--on-failure", "heal")
@@ -79,7 +81,7 @@ def test_replacements_that_crash_one_after_the_other_end_the_job(launcher, tmp_p
 
 
 BAD_SAMPLE = """
-import sys, torch
+import atexit, sys, time, torch
 import phalanx
 
 class Samples(torch.utils.data.Dataset):
@@ -88,6 +90,7 @@ class Samples(torch.utils.data.Dataset):
     def __getitem__(self, index):
         if index == 40:
             open(sys.argv[1], "a").write("bad\\n")
+            atexit.register(time.sleep, 0.5)  # who only complains of it ends before it does
             raise ValueError("sample 40 is bad")
         return torch.ones(2), torch.ones(1)
 
@@ -103,18 +106,45 @@ for step in job.steps(epochs=1):
 """
 
 
-def test_a_sample_that_kills_whoever_reads_it_ends_the_job(launcher, tmp_path):
+@pytest.mark.parametrize("policy", [HEAL, ("--max-restarts", 50)], ids=["heal", "restart"])
+def test_a_sample_that_kills_whoever_reads_it_ends_the_job(launcher, tmp_path, policy):
     """Five steps are committed before it; then no more, whoever tries."""
     script = tmp_path / "bad_sample.py"
     script.write_text(BAD_SAMPLE)
-    agent = launcher.run("--nproc-per-node", 2, *HEAL, script, tmp_path / "tries")
+    agent = launcher.run("--nproc-per-node", 2, *policy, f"--log-dir={tmp_path / 'log'}", script, tmp_path / "tries")
     assert agent.wait() == 1
+    (path,) = (tmp_path / "log").rglob("events.jsonl")
+    limits = [event.limit for event in read_events(path) if isinstance(event, LimitReached)]
+    assert set(limits) == {"progress"}  # under heal maybe twice: the other worker goes on alone, and comes to it too
     told = (
         r"step 5, slot 0, samples 40, 41, 42, 43 failed on workers (\S+, )+\S+: the code or the data \(all of them ran"
     )
     assert re.search(told, agent.output), agent.output
     assert "sample 40 is bad" in agent.output.partition("Root cause")[2]
     assert len(lines(tmp_path / "tries")) <= 8
+    launcher.wait_until_empty()
+
+
+@pytest.mark.timeout(300)
+def test_one_place_that_fails_on_two_machines_is_the_code_or_the_data(launcher, tmp_path, held_port):
+    """The third failure ends the job: no node is at fault that could be left out."""
+    script = tmp_path / "bad_sample.py"
+    script.write_text(BAD_SAMPLE)
+    words = (
+        "run", "--nnodes", 2, *HEAL, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{held_port}",
+        "--rdzv-id", "two", "--local-addr", "127.0.0.1", script, tmp_path / "tries",
+    )  # fmt: skip
+    agents = [launcher.script("named_agent.py", name, *words) for name in ("first", "second")]
+    assert [agent.wait() for agent in agents] == [1, 1]
+    told = (
+        r"step 5, slot 0, samples 40, 41, 42, 43 failed on workers (\S+, )+\S+: the code or the data, not the machine"
+    )
+    for agent in agents:
+        found = re.search(told, agent.output)
+        assert found, agent.output
+        assert "first." in found.group()
+        assert "second." in found.group()
+    assert len(lines(tmp_path / "tries")) == 3
     launcher.wait_until_empty()
 
 

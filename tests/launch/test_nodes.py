@@ -48,6 +48,30 @@ def test_two_nodes_agree_on_ranks_and_end_together(launcher, tmp_path, endpoint)
     launcher.wait_until_empty()
 
 
+def test_two_jobs_at_one_endpoint_are_told_apart_by_their_ids(launcher, tmp_path, wait_for, held_port):
+    """Of two agents with the same id the second is a spare of the first's job; another id is another job."""
+
+    def run(name: str, folder: str):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        words = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{held_port}", "--rdzv-id", name)
+        return launcher.run("--nnodes", "1:1", *words, "summing.py", tmp_path / folder, 100000, STEP_SECONDS="0.01")
+
+    def starts(folder: str) -> int:
+        return len(lines(tmp_path / folder / "starts"))
+
+    first = run("one", "first")
+    wait_for(lambda: starts("first"), "the first job", first)
+    again, other = run("one", "again"), run("two", "other")
+    wait_for(lambda: "this node is a spare: job 'one' has its 1 node(s)" in again.output, "a spare", again)
+    wait_for(lambda: starts("other"), "another job at the same endpoint", other)
+    (tmp_path / "other" / "end").touch()
+    assert other.wait() == 0, other.output
+    (tmp_path / "first" / "end").touch()
+    assert [first.wait(), again.wait()] == [0, 0], first.output + again.output
+    assert [starts(folder) for folder in ("first", "again", "other")] == [1, 0, 1]
+    launcher.wait_until_empty()
+
+
 def test_root_cause_is_reported_on_every_node(launcher, tmp_path, endpoint):
     words = ("--nnodes", 2, *endpoint)
     agents = [launcher.run(*words, "summing.py", tmp_path, 3, "1:1:raise") for _ in range(2)]

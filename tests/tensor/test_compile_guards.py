@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from meshes import on_mesh, whole
 from test_compile_programs import fresh, spread, values  # noqa: F401  # a fixture
 from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
 
 from phalanx import comm
 from phalanx.tensor import (
@@ -31,33 +32,56 @@ pytestmark = [
 factor: Any = 2.0
 
 
-def outcome(call: Callable[[], Any]) -> Any:
-    """What ``call`` returns, with warnings of ours, or the error that it raises."""
-    with warnings.catch_warnings(record=True) as warned:
+def outcome(call: Callable[[], Any], leaves: Sequence[Any]) -> Any:
+    """What ``call`` returns, the gradients of ``leaves``, warnings of ours and what was sent; or the error."""
+    sent: list[Any] = []
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        comm.observe(lambda event: sent.append((event.name, event.nbytes))),
+    ):
         warnings.simplefilter("always")
         try:
             result = call()
+            many = result if isinstance(result, tuple) else (result,)
+            for one in many:
+                if one.requires_grad and not one.is_leaf:
+                    whole(one.square().sum()).backward()
         except Exception as error:  # compared by name
             return type(error).__name__
+        finally:
+            gradients = [None if leaf.grad is None else (whole(leaf.grad), leaf.grad.placements) for leaf in leaves]
+            for leaf in leaves:
+                leaf.grad = None
     told = sum("called at" in str(w.message) for w in warned)
-    many = result if isinstance(result, tuple) else (result,)
-    return [(whole(r), r.dtype, getattr(r, "placements", None), r.requires_grad) for r in many], told
+    held = [(whole(r), r.dtype, getattr(r, "placements", None), r.requires_grad) for r in many]
+    return held + [(g[0], g[1]) for g in gradients if g is not None], told, len(gradients), sent
 
 
 def same(eager: Any, compiled: Any) -> bool:
     if isinstance(eager, str) or isinstance(compiled, str):
         return bool(eager == compiled)
-    (ours, told), (theirs, also_told) = eager, compiled
-    facts = [one[1:] for one in ours] == [one[1:] for one in theirs] and told == also_told
-    return facts and all(torch.equal(a[0], b[0]) for a, b in zip(ours, theirs, strict=True))
+    (ours, *facts), (theirs, *also) = eager, compiled
+    facts_are = facts == also and [one[1:] for one in ours] == [one[1:] for one in theirs]
+    return facts_are and all(torch.equal(a[0], b[0]) for a, b in zip(ours, theirs, strict=True))
 
 
-def check(function: Callable[..., Any], *calls: Callable[[Callable[..., Any]], Any]) -> None:
-    """Each of ``calls`` gives the same with ``function`` and with one that was compiled at the first of them."""
-    compiled = torch.compile(function, backend="aot_eager")
+def check(
+    function: Callable[..., Any], *calls: Callable[[Callable[..., Any]], Any], leaves: Sequence[Any] = ()
+) -> None:
+    """Each of ``calls`` gives the same with ``function`` and with one that was compiled at the first of them: values,
+    gradients of ``leaves``, layouts, warnings, collectives."""
+    graphs: list[Any] = []
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(function, backend=counted)
     for place, call in enumerate(calls):
-        eager, graph = outcome(lambda call=call: call(function)), outcome(lambda call=call: call(compiled))
+        eager = outcome(lambda call=call: call(function), leaves)
+        graph = outcome(lambda call=call: call(compiled), leaves)
         assert same(eager, graph), (place, eager, graph)
+        assert graphs, "nothing was compiled: this would show nothing"
 
 
 def scaled(x: Any) -> Any:
@@ -97,10 +121,11 @@ def test_layouts_shapes_and_meshes() -> None:
         plain = spread(mesh, values(6, 4), Shard(0), grad=False)
         turned = spread(mesh, values(4, 6), Shard(1)).detach().transpose(0, 1)
         given = [rows, columns, replica, plain, turned, *(spread(mesh, values(n, 4), Shard(0)) for n in (5, 9))]
-        check(lambda x: x.sum(0), *(lambda f, x=x: f(x) for x in given))
+        check(lambda x: x.sum(0), *(lambda f, x=x: f(x) for x in given), leaves=[x for x in given if x.requires_grad])
         by_layout = lambda x: x * 2 if x.placements == (Shard(0),) else x * 3  # noqa: E731
-        check(by_layout, *(lambda f, x=x: f(x) for x in (rows, columns, replica, rows)))
-        check(lambda x: x * 2 if x.requires_grad else x * 3, lambda f: f(rows), lambda f: f(plain))
+        leaves = [rows, columns, replica]
+        check(by_layout, *(lambda f, x=x: f(x) for x in (*leaves, rows)), leaves=leaves)
+        check(lambda x: x * 2 if x.requires_grad else x * 3, lambda f: f(rows), lambda f: f(plain), leaves=[rows])
         other = init_device_mesh("cpu", (2,), mesh_dim_names=("other",))
         check(lambda x: x.sum(0), lambda f: f(rows), lambda f: f(spread(other, values(6, 4), Shard(0))))
 
@@ -133,7 +158,7 @@ def test_another_group_of_the_same_ranks() -> None:
 def test_python_around_it() -> None:
     def body(mesh: Any) -> None:
         x = spread(mesh, values(6, 4), Shard(0))
-        check(scaled, *(with_factor(value, x) for value in (2.0, 3.0, 4.5, 1)))
+        check(scaled, *(with_factor(value, x) for value in (2.0, 3.0, 4.5, 1)), leaves=[x])
         model = Switched(spread(mesh, values(4), Replicate()).detach())
         compiled = torch.compile(model, backend="aot_eager")
         for times, training in ((3.0, True), (3.0, False), (5.5, True), (6.5, True)):
@@ -150,9 +175,9 @@ def test_modes_of_torch() -> None:
     def body(mesh: Any) -> None:
         x = spread(mesh, values(4, 4), Shard(0))
         off = contextlib.nullcontext
-        check(lambda x: x * 2, inside(off, x), inside(torch.no_grad, x), inside(off, x))
+        check(lambda x: x * 2, inside(off, x), inside(torch.no_grad, x), inside(off, x), leaves=[x])
         half = lambda: torch.autocast("cpu", dtype=torch.bfloat16)  # noqa: E731
-        check(lambda x: x @ x.T, inside(off, x), inside(half, x), inside(off, x))
+        check(lambda x: x @ x.T, inside(off, x), inside(half, x), inside(off, x), leaves=[x])
 
         def made(f: Callable[..., Any], dtype: torch.dtype) -> Any:
             torch.set_default_dtype(dtype)
@@ -171,11 +196,11 @@ def test_modes_of_ours() -> None:
     def body(mesh: Any) -> None:
         x = spread(mesh, values(6, 4), Shard(0))
         modes = [lambda mode=mode: communication_mode(mode) for mode in ("auto", "explicit", "warn", "auto")]
-        check(lambda x: x.sum(0) * 2 + x, *(inside(mode, x) for mode in modes))
-        policies = [lambda policy=policy: fallback_policy(policy) for policy in ("auto", "error", "auto")]
+        check(lambda x: x.sum(0) * 2 + x, *(inside(mode, x) for mode in modes), leaves=[x])
+        policies = [lambda policy=policy: fallback_policy(policy) for policy in ("auto", "error", "warn", "auto")]
         check(lambda x: torch.linalg.qr(x)[1].abs(), *(inside(policy, x.detach()) for policy in policies))
         both = [implicit_replication, contextlib.nullcontext, implicit_replication]
-        check(lambda x, t: x + t, *(inside(mode, x, torch.ones(6, 4)) for mode in both))
+        check(lambda x, t: x + t, *(inside(mode, x, torch.ones(6, 4)) for mode in both), leaves=[x])
 
     on_mesh(body, 2, timeout=500.0)
 
@@ -188,7 +213,7 @@ def test_seeds() -> None:
             torch.manual_seed(seed)
             return f(x), f(x)
 
-        check(F.dropout, *(lambda f, seed=seed: seeded(f, seed) for seed in (1, 2, 1)))
+        check(F.dropout, *(lambda f, seed=seed: seeded(f, seed) for seed in (1, 2, 1)), leaves=[x])
 
     on_mesh(body, 1, timeout=500.0)
 

@@ -97,3 +97,20 @@ def test_what_is_traced_is_known_by_its_type() -> None:
     on_mesh(body, 1)
     torch._dynamo.reset()
     assert set(seen) == _traced.TRACED
+
+
+def test_what_dynamo_tells_of_a_graph() -> None:
+    seen: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: x * 2, backend=keep)(torch.ones(3))
+    torch._dynamo.reset()
+    (graph,) = seen
+    assert "_param_name_to_source" in vars(graph)
+    (given,) = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    assert given._dynamo_source is not None
+    assert {"example_value", "tensor_dict"} <= set(given.meta)

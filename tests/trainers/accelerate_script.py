@@ -30,4 +30,5 @@ if accelerator.is_main_process:
     weights = accelerator.unwrap_model(model).weight.detach().numpy().tobytes()
     words = [str(accelerator.num_processes), hashlib.sha256(weights).hexdigest()]
     (Path(sys.argv[1]) / "digest").write_text(" ".join(words))
+    (Path(sys.argv[1]) / "kinds").write_text(type(model).__module__)
 accelerator.end_training()

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 import torch
-from killing import Killings, run_script
+from killing import Killings, Shards, run_script
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import (
@@ -23,6 +23,7 @@ from transformers import (
     get_scheduler,
 )
 
+from phalanx.data import ShardedDataset
 from phalanx.elastic import Job, RunOptions
 from phalanx.transformers import ElasticTrainer
 
@@ -110,6 +111,8 @@ def fit(arguments, directory: Path) -> None:
         num_slots=SLOTS, run=run, evaluate="shared" if "shared" in features else "everywhere",
     )  # fmt: skip
     watch.trainer = trainer
+    if "fp16" in features:
+        trainer.accelerator.scaler = make_scaler()  # accelerate makes none on this device
     trainer._save_rng_state = lambda folder: watch._at("saving", trainer.state)  # weights are written, the rest is not
     output = trainer.train(resume_from_checkpoint=arguments.resume or None)
     name = os.environ.get("PHALANX_WORKER_ID", "alone").replace("/", "_")
@@ -124,6 +127,7 @@ def fit(arguments, directory: Path) -> None:
         "flos": trainer.state.total_flos,
         "best": trainer.state.best_metric,
         "best_checkpoint": os.path.basename(trainer.state.best_model_checkpoint or ""),
+        "scale": trainer.accelerator.scaler.get_scale() if "fp16" in features else None,
         "patience": [one.early_stopping_patience_counter for one in extra],
         "logs": [
             {key: value for key, value in entry.items() if not key.endswith(timed)}
@@ -133,8 +137,17 @@ def fit(arguments, directory: Path) -> None:
     (directory / f"result-{name}.json").write_text(json.dumps(result))
 
 
+def make_scaler():
+    """Scales by so much that steps overflow, at first and again whenever it has grown."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**124, growth_interval=3)
+
+
 def plain(epochs: int) -> str:
     """The same training as a loop over a job's steps; returns the digest."""
+    return str(plain_loop(epochs)["digest"])
+
+
+def plain_loop(epochs: int, scaler=None) -> dict[str, object]:
     torch.set_num_threads(1)
     model, rows = make_model(), data()
     decay = {name for name, param in model.named_parameters() if "norm" not in name}
@@ -147,17 +160,54 @@ def plain(epochs: int) -> str:
     )  # fmt: skip
     num_steps = epochs * -(-len(rows) // (BATCH * SLOTS))
     scheduler = get_scheduler("cosine", optimizer, 0, num_steps)
-    job = Job(model, optimizer, rows, num_slots=SLOTS, slot_batch_size=BATCH, seed=SEED, scheduler=scheduler,
+    job = Job(model, optimizer, rows, num_slots=SLOTS, slot_batch_size=BATCH, seed=SEED, scaler=scaler,
               run=RunOptions(progress=False))  # fmt: skip
+    skipped = []
     model.train()
     for step in job.steps(epochs=epochs):
         for micro in step:
             items = int((micro.batch["labels"][..., 1:] != -100).sum())
             loss = model(**micro.batch, num_items_in_batch=items, use_cache=False).loss  # as Trainer sets it
             micro.backward(loss, weight=items)
+        before = None if scaler is None else scaler.get_scale()
         step.commit(max_grad_norm=1.0)
+        if scaler is not None and scaler.get_scale() < before:
+            skipped.append(job.step)
+        else:
+            scheduler.step()
     job.close()
-    return digest(model)
+    return {"digest": digest(model), "lr": optimizer.param_groups[0]["lr"], "skipped": skipped}
+
+
+class Skipped(TrainerCallback):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.trainer: ElasticTrainer | None = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.trainer.accelerator.optimizer_step_was_skipped:
+            self.steps.append(state.global_step)
+
+
+def small_trainer(directory: Path, dataset, *callbacks, **options) -> ElasticTrainer:
+    args = TrainingArguments(output_dir=str(directory / "small"), use_cpu=True, report_to=[], disable_tqdm=True,
+                             learning_rate=1e-2, lr_scheduler_type="cosine", per_device_train_batch_size=BATCH,
+                             save_strategy="no", seed=SEED, data_seed=SEED, **options)  # fmt: skip
+    return ElasticTrainer(model=make_model(), args=args, train_dataset=dataset, num_slots=SLOTS, callbacks=[*callbacks],
+                          run=RunOptions(progress=False, threads=1))  # fmt: skip
+
+
+def checks(directory: Path) -> dict[str, object]:
+    """Steps that overflow beside a plain loop's; and the order over a dataset of shards."""
+    skipped = Skipped()
+    trainer = skipped.trainer = small_trainer(directory, data(), skipped, num_train_epochs=2)
+    trainer.accelerator.scaler = make_scaler()
+    trainer.train()
+    found = {"digest": digest(trainer.model), "lr": trainer.optimizer.param_groups[0]["lr"], "skipped": skipped.steps}
+    sharded = small_trainer(directory, ShardedDataset(Shards(data(48).__getitem__, 6, 8)), max_steps=2)
+    sharded.train()
+    order = sharded.job.schedule.sampler.order.name
+    return {"overflow": found, "plain overflow": plain_loop(2, make_scaler()), "order": order}
 
 
 class Stream(IterableDataset):
@@ -173,8 +223,10 @@ def refusals(directory: Path) -> dict[str, str]:
         "sampler": ({"train_sampling_strategy": "group_by_length"}, {}, {}),
         "iterable": ({}, {"train_dataset": Stream()}, {}),
         "metrics": ({}, {"evaluate": "shared", "compute_metrics": lambda found: {}}, {}),
-        "deepspeed": ({}, {}, {"is_deepspeed_enabled": True}),  # neither can be had on this machine
-        "fsdp": ({}, {}, {"is_fsdp_enabled": True}),
+        "deepspeed": ({}, {}, {"is_deepspeed_enabled": True}),  # their arguments need their package
+        "fsdp": ({"fsdp": True}, {}, {}),
+        "fsdp of accelerate": ({}, {}, {"is_fsdp_enabled": True}),  # by its environment, with an accelerator only
+        "lbfgs": ({}, {"optimizers": (torch.optim.LBFGS([nn.Parameter(torch.zeros(1))]), None)}, {}),
         "second": ({}, {}, {"job": "the one of a first train()"}),
     }
     found = {}
@@ -182,10 +234,10 @@ def refusals(directory: Path) -> dict[str, str]:
         args = TrainingArguments(
             output_dir=str(directory / "refused"), use_cpu=True, report_to=[], max_steps=1, **options
         )
-        trainer = ElasticTrainer(model=make_model(), args=args, **{"train_dataset": data(), **keywords})
-        for attribute, value in attributes.items():
-            setattr(trainer, attribute, value)
         try:
+            trainer = ElasticTrainer(model=make_model(), args=args, **{"train_dataset": data(), **keywords})
+            for attribute, value in attributes.items():
+                setattr(trainer, attribute, value)
             trainer.train()
             found[name] = "not refused"
         except ValueError as error:
@@ -194,4 +246,4 @@ def refusals(directory: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    run_script(fit, plain, refusals)
+    run_script(fit, plain, refusals, checks)

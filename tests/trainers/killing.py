@@ -7,11 +7,14 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from phalanx.comm.faults import lose_result_at, play
+from phalanx.data import ShardReader, ShardSource
 from phalanx.elastic import Job, Outcome, Step
 from phalanx.launch.cli._scale import scale
 
@@ -43,6 +46,29 @@ class Deed:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
             scale(os.environ["PHALANX_STORE"], os.environ["PHALANX_JOB"], self.size_after(0))
+
+
+class Shards(ShardSource):
+    """A source of shards whose samples are made by their number."""
+
+    def __init__(self, make_sample: Callable[[int], object], num_shards: int, size: int) -> None:
+        self.sizes = np.full(num_shards, size)
+        self.fingerprints = np.arange(num_shards, dtype=np.uint64)
+        self.make_sample = make_sample
+
+    def name_of(self, shard: int) -> str:
+        return f"shard-{shard}"
+
+    def open(self, shard: int) -> ShardReader:
+        return OneShard(self, shard)
+
+
+class OneShard(ShardReader):
+    def __init__(self, source: Shards, shard: int) -> None:
+        self.source, self.first = source, shard * int(source.sizes[0])
+
+    def read(self, offsets: Sequence[int]) -> list[object]:
+        return [self.source.make_sample(self.first + offset) for offset in offsets]
 
 
 class Killings:
@@ -109,6 +135,7 @@ def run_script(
     fit: Callable[[argparse.Namespace, Path], None],
     plain: Callable[[int], str],
     refusals: Callable[[Path], dict[str, str]],
+    checks: Callable[[Path], dict[str, object]],
 ) -> None:
     """What the trainers' scripts do with their command lines, which are the same."""
     parser = argparse.ArgumentParser()
@@ -126,4 +153,5 @@ def run_script(
     if arguments.plain:
         (directory / "plain").write_text(plain(arguments.epochs))
         (directory / "refused.json").write_text(json.dumps(refusals(directory)))
+        (directory / "checks.json").write_text(json.dumps(checks(directory)))
     fit(arguments, directory)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from killing import Killings, run_script
+from killing import Killings, Shards, run_script
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
@@ -21,6 +21,7 @@ from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import phalanx.lightning  # noqa: F401  # registers the strategy
+from phalanx.data import ShardedDataset
 from phalanx.elastic import Job, RunOptions
 from phalanx.lightning import ElasticStrategy
 
@@ -251,6 +252,16 @@ def refusals() -> dict[str, str]:
     return found
 
 
+def order_over_shards() -> str:
+    """What order a job has over a dataset of shards, where the loader shuffles."""
+    rows = data(48)
+    dataset = ShardedDataset(Shards(rows.__getitem__, 6, 8))
+    trainer = pl.Trainer(strategy=ElasticStrategy(SLOTS, SEED), accelerator="cpu", max_steps=2, logger=False,
+                         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    trainer.fit(Model(set()), DataLoader(dataset, batch_size=BATCH, shuffle=True))
+    return trainer.strategy.job.schedule.sampler.order.name
+
+
 def second_fit(loader) -> str:
     trainer = pl.Trainer(strategy="phalanx", accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False,
                          enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
@@ -263,4 +274,4 @@ def second_fit(loader) -> str:
 
 
 if __name__ == "__main__":
-    run_script(fit, plain, lambda directory: refusals())
+    run_script(fit, plain, lambda directory: refusals(), lambda directory: {"order": order_over_shards()})

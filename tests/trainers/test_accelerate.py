@@ -1,4 +1,4 @@
-"""accelerate under ``phalanx run``: a script that knows nothing of us, and the documented loop that survives."""
+"""Scripts that know nothing of us under ``phalanx run``, and the documented loop of accelerate that survives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from trainer_runs import HERE
+from trainer_runs import HERE, Run
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -27,15 +27,40 @@ def run(directory: Path, *command: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "flags", [[], pytest.param(["--drop-in=ddp"], marks=pytest.mark.soak)], ids=["plain", "drop-in"]
-)
-def test_an_unmodified_script_trains_on_two_workers_as_under_torchrun(tmp_path, flags):
-    script = str(HERE / "accelerate_script.py")
+    ("name", "flags", "kinds"),
+    [
+        pytest.param("accelerate_script.py", [], "torch.nn.parallel.distributed", id="accelerate"),
+        pytest.param("lightning_ddp_script.py", [], None, id="lightning"),
+        pytest.param("hf_ddp_script.py", [], None, id="hf", marks=pytest.mark.soak),
+        pytest.param("accelerate_script.py", ["--drop-in=ddp"], "phalanx.ddp.wrapper._wrapper", id="accelerate drop-in",
+                     marks=pytest.mark.soak),
+        pytest.param("lightning_ddp_script.py", ["--drop-in=ddp"], None, id="lightning drop-in",
+                     marks=pytest.mark.soak),
+        pytest.param("hf_ddp_script.py", ["--drop-in=ddp"], None, id="hf drop-in", marks=pytest.mark.soak),
+        pytest.param("accelerate_fsdp2_script.py", ["--drop-in=fsdp,tensor"], "phalanx.fsdp", id="fsdp2 drop-in",
+                     marks=pytest.mark.soak),
+    ],
+)  # fmt: skip
+def test_an_unmodified_script_trains_on_two_workers_as_under_torchrun(tmp_path, name, flags, kinds):
+    script = str(HERE / name)
     run(tmp_path / "ours", "-m", "phalanx", "run", "--nproc-per-node=2", *flags, script, ".")
     run(tmp_path / "theirs", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", script, ".")
     digest = (tmp_path / "ours" / "digest").read_text()
     assert digest.startswith("2 ")
     assert digest == (tmp_path / "theirs" / "digest").read_text()
+    if kinds is not None:
+        assert kinds in (tmp_path / "ours" / "kinds").read_text()
+        assert "phalanx" not in (tmp_path / "theirs" / "kinds").read_text()
+
+
+@pytest.mark.soak
+def test_the_documented_loop_survives_kills(tmp_path):
+    alone = Run("accelerate_elastic_script.py", tmp_path / "alone")
+    run = Run("accelerate_elastic_script.py", tmp_path / "run", "0:4:batch,1:9:batch,0:15:batch", "2", workers=2)
+    assert len(list(run.directory.glob("done-*"))) == 3, "not all of them were killed"
+    (line,) = [line for line in alone.console.splitlines() if " steps, " in line]
+    assert line.startswith("16 steps")
+    assert line in run.console
 
 
 @pytest.mark.soak

@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from killing import Shards
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
+from phalanx.data import ShardedDataset
 from phalanx.integrations.accelerate import hide_ranks
 from phalanx.integrations.frameworks import Framework, FrameworkError
 from phalanx.integrations.step_loader import LoaderPlan, SharedBatches, StepLoader
@@ -20,6 +22,9 @@ def test_a_framework_is_refused_by_its_release_and_by_the_names_that_it_lacks():
     Framework(**known, names=("torch.nn:Linear.forward",)).check()
     with pytest.raises(FrameworkError, match=r"torch \S+ has no torch.nn:Linear.backward, torch.none:x, which Phalanx"):
         Framework(**known, names=("torch.nn:Linear.backward", "torch.none:x")).check()
+    Framework(**known, names=("torch.nn:Linear.__init__=in_features",)).check()
+    with pytest.raises(FrameworkError, match=r"has no torch.nn:Linear.__init__=breadth, torch.nn:Linear.none=weight,"):
+        Framework(**known, names=("torch.nn:Linear.__init__=breadth", "torch.nn:Linear.none=weight")).check()
     with pytest.raises(FrameworkError, match=r"torch \S+ is installed; Phalanx knows torch>=98,<99: pip install"):
         Framework(**{**known, "first": (98,)}).check()
     with pytest.raises(FrameworkError, match=r"no-such-thing is not installed; .*phalanx-train\[x\]"):
@@ -39,6 +44,9 @@ def test_a_loader_becomes_slots():
     numbers = iter(range(10))
     loader = StepLoader(plan, 8, lambda: next(numbers))
     assert (len(loader), next(iter(loader)), next(iter(loader))) == (3, 0, 1)
+    sharded = ShardedDataset(Shards(lambda number: number, 4, 8))
+    assert LoaderPlan.of(DataLoader(sharded, batch_size=4, shuffle=True)).data.shuffle == "shards"
+    assert LoaderPlan.of(DataLoader(sharded, batch_size=4)).data.shuffle is False
     assert list(SharedBatches(shared := DataLoader(range(8), batch_size=2))) == [shared]
 
 

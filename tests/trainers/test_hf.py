@@ -34,6 +34,29 @@ def test_kills_adoption_joins_and_leaves_leave_every_worker_as_one_process(runs)
     assert_equal_everywhere(run, alone)
     assert len(run.results()) >= 2
     assert (run.directory / "adopted").exists()
+    assert run.console.count("phalanx: in place are healed training steps, TrainerState and callbacks") == 1
+
+
+def test_steps_that_overflow_are_left_out_as_in_a_plain_loop(runs):
+    """With clipping; the schedule of the learning rate leaves them out too."""
+    found = json.loads((runs(SCRIPT, "--plain").directory / "checks.json").read_text())
+    assert len(found["overflow"]["skipped"]) >= 2
+    assert found["overflow"] == found["plain overflow"]
+    assert found["overflow"]["lr"] > 0, "the schedule would have come to its end"
+
+
+def test_shards_are_shuffled_a_few_at_a_time(runs):
+    found = json.loads((runs(SCRIPT, "--plain").directory / "checks.json").read_text())
+    assert found["order"].startswith("shards")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("flags", [["--adopt=1:0"], ["--kill=0:1:reduced,0:9:validation"]], ids=["adopted", "killed"])
+def test_steps_that_overflow_leave_every_worker_as_one_process(runs, flags):
+    alone = runs(SCRIPT, "--features=fp16")
+    run = runs(SCRIPT, "--features=fp16", *flags, workers=2)
+    assert_equal_everywhere(run, alone)
+    assert (run.directory / "adopted").exists() == flags[0].startswith("--adopt")
 
 
 @pytest.mark.soak
@@ -42,7 +65,10 @@ def test_kills_adoption_joins_and_leaves_leave_every_worker_as_one_process(runs)
 @pytest.mark.parametrize("features", ["checkpoint,tb", "plateau,early", "shared"])
 def test_the_first_worker_dies_anywhere(runs, features, kill):
     alone = runs(SCRIPT, f"--features={features}")
-    assert_equal_everywhere(runs(SCRIPT, f"--features={features}", f"--kill={kill}", workers=2), alone)
+    run = runs(SCRIPT, f"--features={features}", f"--kill={kill}", workers=2)
+    assert_equal_everywhere(run, alone)
+    assert run.scalars() == alone.scalars()
+    assert bool(alone.scalars()) == ("tb" in features)
 
 
 @pytest.mark.soak
@@ -78,6 +104,8 @@ def test_what_a_job_cannot_do_is_refused_with_the_alternative(runs):
         "metrics": "use evaluate='everywhere'",
         "deepspeed": "use phalanx.fsdp.fully_shard with phalanx.elastic.Job",
         "fsdp": "use phalanx.fsdp.fully_shard with phalanx.elastic.Job",
+        "fsdp of accelerate": "use phalanx.fsdp.fully_shard with phalanx.elastic.Job",
+        "lbfgs": "does not take LBFGS: it computes the gradient several times in a step",
         "second": "train once per process",
     }.items():
         assert part in refused[name], name

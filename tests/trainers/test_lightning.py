@@ -35,6 +35,7 @@ def test_kills_adoption_joins_and_leaves_leave_every_worker_as_one_process(runs)
     assert len(run.results()) >= 2
     assert (run.directory / "adopted").exists()
     assert run.rows() == alone.rows(), "the CSV file has every step once, whoever wrote it"
+    assert run.console.count("phalanx: in place are healed training steps and what callbacks keep") == 1
     assert sorted(p.name for p in (run.directory / "checkpoints").iterdir()) == sorted(
         p.name for p in (alone.directory / "checkpoints").iterdir()
     )
@@ -50,6 +51,13 @@ def test_the_first_worker_dies_anywhere(runs, features, kill):
     run = runs(SCRIPT, *flags, f"--kill={kill}", workers=2)
     assert_equal_everywhere(run, alone)
     assert run.rows() == alone.rows()
+    assert run.scalars() == alone.scalars()
+    assert bool(alone.scalars()) == ("tb" in features)
+
+
+def test_shards_are_shuffled_a_few_at_a_time(runs):
+    found = json.loads((runs(SCRIPT, FEATURES, "--plain").directory / "checks.json").read_text())
+    assert found["order"].startswith("shards")
 
 
 @pytest.mark.soak

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -14,6 +15,10 @@ PRELOAD = {
     "lightning_script.py": "lightning.pytorch,phalanx.lightning,torch._dynamo",
     "hf_script.py": "transformers.trainer,transformers.models.llama.modeling_llama,accelerate,torch._dynamo",
 }
+
+
+TIMED = ("runtime", "per_second")
+"""How the names end of what no two runs have alike."""
 
 
 class Run:
@@ -42,6 +47,21 @@ class Run:
         with (self.directory / "csv" / "version_0" / "metrics.csv").open(newline="") as file:
             rows = [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
         return sorted(rows, key=lambda row: (int(row["step"]), sorted(row)))
+
+    def scalars(self) -> dict[tuple[str, int], float]:
+        """What TensorBoard shows: the last value of each tag and step, over the files of all writers."""
+        paths = list(self.directory.rglob("events.out.tfevents.*"))
+        if not paths:
+            return {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        found = []
+        for path in paths:
+            events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+            found += [(one.wall_time, tag, one.step, one.value) for tag in events.Tags()["scalars"]
+                      for one in events.Scalars(tag) if not tag.endswith(TIMED)]  # fmt: skip
+        return {(tag, step): value for _, tag, step, value in sorted(found)}
 
     def outcomes(self) -> set[str]:
         paths = (self.directory / "logs").glob("events-*.jsonl")

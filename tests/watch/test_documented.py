@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,31 @@ def test_a_job_is_read_from_a_file_and_flags_win(tmp_path: Path) -> None:
             parse(["--config", str(path), "train.py"], {})
     with pytest.raises(UsageError, match="cannot be read"):
         parse(["--config", str(tmp_path / "none"), "train.py"], {})
+
+
+def test_a_job_comes_from_a_file_on_a_python_without_a_reader_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Python 3.10, where the package tomli is installed with ours: the same function in another module."""
+    tomllib = pytest.importorskip("tomllib", reason="this Python has none: the test above has used tomli")
+    monkeypatch.setitem(sys.modules, "tomllib", None)  # its import fails
+    monkeypatch.setitem(sys.modules, "tomli", tomllib)
+    path = tmp_path / "job.toml"
+    path.write_text('script = "train.py"\nnproc-per-node = 3\n')
+    assert parse(["--config", str(path)], {}).nproc_per_node == "3"
+
+
+@pytest.mark.parametrize("command", ["inspect", "export"])
+def test_the_flags_of_commands_whose_parsers_are_not_asked_are_theirs(command: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = set(re.findall(r"--[a-z]+", capsys.readouterr().out))
+    assert set(flags_by_command()[command]) == said
+
+
+def test_the_page_has_its_parts_in_the_order_of_their_questions() -> None:
+    html = (ROOT / "src" / "phalanx" / "watch" / "page.html").read_text()
+    order = re.findall(r'<section id="s-(\w+)"', html)
+    assert order[:10] == [
+        "line", "workers", "series", "heat", "commits", "goodput", "incidents", "saves", "nodes", "copies",
+    ]  # fmt: skip

@@ -95,6 +95,8 @@ def test_a_kill_and_a_join_are_shown_as_they_happen(live: Cluster, tmp_path: Pat
     live.wait_workers(3)
     assert act(page, secret, "save")["done"]
     assert told_json(capsys, "save", "--json") == {"job": "shown", "request": 2}
+    again = told_json(capsys, "scale", "--nproc=3", "--json")
+    assert (again["job"], again["nproc"], len(again["nodes"])) == ("shown", 3, 1)
     asked = [json.loads(event["data"]) for event in page.stream("/events?kinds=action", 2)]
     assert [event["action"] for event in asked] == ["scale", "save"]
     live.wait_until(lambda: page.json("/api/v1/summary")["workers"] == 3, "three workers on the page")
@@ -111,8 +113,22 @@ def test_a_kill_and_a_join_are_shown_as_they_happen(live: Cluster, tmp_path: Pat
     assert "phalanx_failures_total{" in page.ask("/metrics")[2].decode()
     assert page.ask("/healthz")[0] == 200
 
-    live.release()
-    live.finish()
+    assert main(["events"]) == 0
+    assert "worker_failed" in capsys.readouterr().out
+    assert main(["report", "-o", str(tmp_path / "live.html")]) == 0
+    assert "1 failure" in capsys.readouterr().out
+    assert main(["logs"]) == 2
+    assert "--tee 3" in capsys.readouterr().err, "the job keeps no log files"
+    command = [sys.executable, "-m", "phalanx", "events", "-f", "--json"]
+    environ = {**os.environ, "TMPDIR": str(live.scratch)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as follower:
+        assert follower.stdout is not None
+        json.loads(follower.stdout.readline())  # it follows
+        live.release()
+        live.finish()
+        told, _ = follower.communicate(timeout=60)
+        assert follower.returncode == 0
+    assert "shut_down" in told.splitlines()[-1]
     text = live.text()
     account = re.search(r"phalanx: (goodput \S+%, 1 failure, MTTR .*)", text)
     assert account, text[-3000:]

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from watching import EVIL, SECRET, Served, story, told
+from watching import EVIL, SECRET, Served
 
 from phalanx.events import _event_types as types
 from phalanx.watch._access import PageAccess, sign, token_of
 from phalanx.watch._http import MAX_BODY
+from phalanx.watch._metrics import families
 from phalanx.watch._site import VIEWS
+from phalanx.watch._view import JobView
 
 pytestmark = pytest.mark.fast
 
@@ -89,7 +91,11 @@ def test_metrics_can_be_parsed_and_follow_the_conventions(served: Served) -> Non
     values = {sample.name: sample for family in families.values() for sample in family.samples}
     assert values["phalanx_step"].value == 4
     assert values["phalanx_workers"].value == 2
+    paced = families["phalanx_worker_step_seconds"].samples
+    assert paced
+    assert all({"job", "node", "rank", "generation", "part"} == set(sample.labels) for sample in paced)
     failures = families["phalanx_failures"].samples
+    assert {sample.labels["node"] for sample in failures} == {"h"}
     assert {sample.labels["cause"]: sample.value for sample in failures} == {"ValueError": 1}
     assert all(sample.labels["job"] == "j" for family in families.values() for sample in family.samples)
     assert families["phalanx_step_seconds"].type == "histogram"
@@ -105,10 +111,8 @@ def test_metrics_can_be_parsed_and_follow_the_conventions(served: Served) -> Non
 
 
 def test_a_label_cannot_break_out_of_its_line() -> None:
-    hub = told(story())
-    hub.view.counts["failures"]['a"b\\c\nphalanx_evil 1'] += 1
     served = Served(PageAccess())
-    served.hub.view.counts["failures"] = hub.view.counts["failures"]
+    served.hub.view.machines.failures["h", 'a"b\\c\nphalanx_evil 1'] += 1
     body = served.client.ask("/metrics")[2].decode()
     served.close()
     families = {family.name: family for family in text_string_to_metric_families(body)}
@@ -242,3 +246,30 @@ def test_a_client_that_misbehaves_harms_nobody(served: Served) -> None:
         one.close()
     assert served.client.ask("/" + "x" * 5000)[0] == 404
     assert served.client.ask("/%2e%2e/etc/passwd")[0] == 404
+
+
+def test_a_restart_of_all_workers_counts_once_and_a_heal_by_its_workers() -> None:
+    view = JobView("j")
+
+    def value() -> float:
+        [found] = [family for family in families(view, 10.0) if family.name == "phalanx_restarts_total"]
+        return found.samples[0][1]
+
+    for rank in (0, 1):  # each agent tells of it
+        where: dict[str, Any] = {"job": "j", "generation": 0, "node_rank": rank, "time": 5.0}
+        view.take(types.GenerationEnded(**where, how="restart", reason="n.b failed"))
+        view.take(types.JobRestarted(**where, restart_count=1, max_restarts=3, reason="n.b failed"))
+        assert value() == 1
+    where = {"job": "j", "generation": 1, "time": 6.0}
+    view.take(types.GenerationEnded(**where, how="heal", reason="n.b failed"))
+    view.take(types.JobRestarted(**where, restart_count=2, max_restarts=3, reason="n.b failed"))
+    view.take(types.WorkerReplaced(**where, host="h", old_worker_id="n.b", worker_id="n.c", rank=1))
+    assert value() == 2
+
+
+def test_what_a_host_measures_itself_stands_below_the_metrics_of_the_job(served: Served) -> None:
+    served.host.metrics = lambda: "# TYPE mine gauge\nmine 7.0\n"  # type: ignore[method-assign]
+    text = served.client.ask("/metrics")[2].decode()
+    found = {family.name: family for family in text_string_to_metric_families(text)}
+    assert found["mine"].samples[0].value == 7
+    assert "phalanx_step" in found

@@ -221,3 +221,56 @@ def test_in_a_copy_of_a_directory_no_event_is_read_twice(tmp_path: Path) -> None
         path.write_text(to_json(types.TrainingStarted(worker="v", time=1.0, pid=7)) + "\n")
     (tmp_path / "copy" / "run" / "events-v.jsonl").symlink_to(original)
     assert find_event_files(tmp_path / "copy") == [copied]
+
+
+def node_formed(time: float, rank: int, *, generation: int = 0, num_nodes: int = 2) -> types.GenerationFormed:
+    return types.GenerationFormed(
+        job="j", time=time, generation=generation, node_rank=rank, num_nodes=num_nodes, num_workers=num_nodes,
+        num_wanted=2,
+    )  # fmt: skip
+
+
+def node_ended(time: float, rank: int, *, generation: int = 0, succeeded: bool = True) -> types.ShutDown:
+    return types.ShutDown(
+        job="j", time=time, generation=generation, node_rank=rank, reason=f"of node {rank}", succeeded=succeeded
+    )
+
+
+def committed(time: float, step: int) -> types.StepCommitted:
+    return types.StepCommitted(worker="n.a", time=time, step=step, epoch=0, loss=1.0, samples=8, generation=0, round=0)
+
+
+@pytest.mark.parametrize("drained", [0, 1])
+@pytest.mark.parametrize("is_told_late", [False, True])
+def test_a_node_that_ends_early_does_not_end_the_job(drained: int, is_told_late: bool) -> None:
+    view = JobView("j")
+    for event in (node_formed(1.0, 0), node_formed(1.1, 1), committed(2.0, 0)):
+        view.take(event)
+    gone, regrouped = node_ended(3.0, drained), node_formed(3.1, 0, generation=1, num_nodes=1)
+    for event in (regrouped, gone) if is_told_late else (gone, regrouped):
+        view.take(event)
+        assert (view.state, view.is_over) == ("running", False)
+    assert view.summary(3.2)["wanted"] == 2, "what the job would have with all its nodes"
+    view.take(committed(4.0, 1))
+    assert view.summary(4.0)["state"] == "running"
+    view.take(node_ended(5.0, 0, generation=1, succeeded=False))
+    assert (view.state, view.reason) == ("ended", "of node 0")
+    view.take(node_formed(6.0, 0, num_nodes=1))  # the next run, into the same directory
+    view.take(committed(7.0, 2))
+    assert not view.is_over
+
+
+def test_of_a_node_whose_agent_nobody_hears_nobody_waits() -> None:
+    """The log directory of one machine of several; and events that were written before they told the generation."""
+    view = JobView("j")
+    view.take(node_formed(1.0, 1))
+    view.take(types.ShutDown(job="j", time=2.0, node_rank=1, reason="SUCCEEDED", succeeded=True))
+    assert view.state == "succeeded"
+
+
+def test_events_that_do_not_tell_how_many_are_wanted_can_still_be_read() -> None:
+    record = json.loads(to_json(types.GenerationFormed(job="j", generation=0, num_nodes=1, num_workers=3)))
+    del record["num_wanted"]
+    hub = Hub()
+    hub.add_record(record)
+    assert (hub.view.num_bad, hub.view.summary(1.0)["wanted"]) == (0, 3)

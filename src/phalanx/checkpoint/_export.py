@@ -1,8 +1,8 @@
 """Writes what was saved in another format, without a job or a group: for Hugging Face's tools, DCP or torch.
 
 Phases: open the source, choose names and dtypes, write beside the target under another name, rename. Tensors go one
-after the other straight into the mapped files, so that memory holds one of them at most; the DCP writer, torch's own,
-asks for them one by one too.
+after the other straight into mapped files, so that memory holds one of them at most; torch's own writers, which keep
+what they are given, get them from a mapped file beside the target.
 """
 
 from __future__ import annotations
@@ -153,13 +153,16 @@ def _write_torch(saved: Readable, described: Described, file: Path, max_file_byt
 def _write_dcp(saved: Readable, described: Described, folder: Path, max_file_bytes: int) -> None:
     from phalanx.comm.torch_interop._dcp_writer import write_dcp  # start-up: torch's checkpoint package is large
 
-    def read(name: str) -> Tensor:
-        dtype, size = described[name]
-        out = torch.empty(size, dtype=dtype)
-        saved.fill(name, out, Box.of_size(size))
-        return out
+    scratch = folder.with_name(f"{folder.name}.tensors")
+    with ExitStack() as stack:
+        stack.callback(_remove, scratch)
+        mapped = stack.enter_context(mapped_file(scratch, described))  # torch's writer keeps all that it was given
 
-    with warnings.catch_warnings():
+        def read(name: str) -> Tensor:
+            saved.fill(name, mapped[name], Box.of_size(mapped[name].shape))
+            return mapped[name]
+
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", UserWarning)  # that there is no process group: there need not be one
         write_dcp(folder, described, read)
 

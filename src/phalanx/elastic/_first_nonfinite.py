@@ -29,12 +29,19 @@ class FirstNonFinite:
         self._handles: list[RemovableHandle] = []
         self._found: int | None = None
 
-    def install(self) -> None:
+    def install(self, *, with_grads: bool = True) -> None:
+        """Look from now on; without ``with_grads`` at modules only (see ``note_gradient``)."""
         modules = list(self._model.modules())
         for i, module in enumerate(modules):
             self._handles.append(module.register_forward_hook(self._forward_hook(2 * i)))
-        for j, param in enumerate(self._trained()):
+        for j, param in enumerate(self._trained() if with_grads else ()):
             self._handles.append(param.register_post_accumulate_grad_hook(self._grad_hook(2 * len(modules) + j)))
+
+    def note_gradient(self, name: str) -> None:
+        """Take note of a gradient that is not finite, where no hook finds it at its parameter."""
+        names = [name for name, param in self._model.named_parameters() if param.requires_grad]
+        if self._found is None and name in names:
+            self._found = 2 * len(list(self._model.modules())) + names.index(name)
 
     def remove(self) -> None:
         for handle in self._handles:

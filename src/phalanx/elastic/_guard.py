@@ -19,6 +19,9 @@ from phalanx.errors import JobStopped
 NAN_LOSS, INF_LOSS, BAD_GRADIENT = 1, 2, 4
 """What is wrong with a slot, as numbers that can be added up; they ride along in the reduction, one place per slot."""
 
+AT_FAULT = NAN_LOSS | INF_LOSS | BAD_GRADIENT
+"""Any of these. A module whose output is infinite is no fault by itself: scores that are masked are."""
+
 MIN_SCALE = 2.0**-24
 """A loss scale below which a gradient scaler no longer looks for a scale: the gradient itself is not finite."""
 

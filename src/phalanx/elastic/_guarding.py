@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from phalanx.elastic._first_nonfinite import FirstNonFinite
 from phalanx.elastic._guard import (
+    AT_FAULT,
     BAD_GRADIENT,
     INF_LOSS,
     NAN_LOSS,
@@ -78,7 +79,7 @@ class Guarding:
     @property
     def clean_since(self) -> int | None:
         """Return since which step nothing was wrong, if anybody looks."""
-        return self.record.clean_since if self.guard.spike is not None else None
+        return self.record.clean_since if self.is_on else None
 
     # -- while slots are computed -----------------------------------------------------------------------------
 
@@ -89,7 +90,10 @@ class Guarding:
             self._suspect = None
         self._trace.remove()
         if self._suspect is not None:
-            self._trace.install()
+            self._install_trace()
+
+    def _install_trace(self) -> None:
+        self._trace.install()
 
     @property
     def is_again(self) -> bool:
@@ -259,7 +263,7 @@ class Guarding:
 
     def _reports(self, step: Step, root: Flat | ReducedStep, facts: StepFacts) -> list[SlotReport]:
         job = self._job
-        notes = {slot: int(note) for slot, note in enumerate(root.notes.tolist()) if note}
+        notes = {slot: int(note) for slot, note in enumerate(root.notes.tolist()) if int(note) & AT_FAULT}
         if facts.buffers:
             notes.setdefault(0, 0)
         workers = self._workers_of_slots()

@@ -15,15 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from phalanx._torch_faults import check_fused
 from phalanx.data import ElasticBatchSampler
 from phalanx.elastic._boundary import Boundary
 from phalanx.elastic._dealing import Dealing
 from phalanx.elastic._evaluate import evaluate
 from phalanx.elastic._guard import Guard
+from phalanx.elastic._job_checks import check_loop_state, check_next, check_optimizer
 from phalanx.elastic._job_state import JobState
 from phalanx.elastic._loading import Fetcher, Loading, Schedule
-from phalanx.elastic._loop_state import check_loop_state, check_next
 from phalanx.elastic._options import Callbacks, DataOptions, RunOptions, Saves
 from phalanx.elastic._sharded import make_guarding, make_sharding, make_step, make_verifying, objects_of
 from phalanx.elastic._step import Outcome, Step
@@ -31,6 +30,7 @@ from phalanx.elastic._telling import Telling
 from phalanx.elastic._tracking import Tracker, Tracking
 from phalanx.elastic._verify_slots import VerifySlots
 from phalanx.elastic._warm_up import warm_up
+from phalanx.elastic.checkpoint._owner import DirectoryOwner, identity_of_job
 from phalanx.elastic.checkpoint._saving import Saving
 from phalanx.elastic.checkpoint._state import Stateful, digest
 from phalanx.elastic.membership._coordinator import Coordinator
@@ -111,7 +111,7 @@ class Job(JobState):
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.param_names, self.params = list(named), list(named.values())
         self._frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-        _check_optimizer(optimizer, model)
+        check_optimizer(optimizer, model)
         warn_not_deterministic(model)
         given = {"scheduler": scheduler, "scaler": scaler}
         others = {**{k: v for k, v in given.items() if v is not None}, **(state or {})}
@@ -151,7 +151,9 @@ class Job(JobState):
         self.clock = StepClock(self.events)
         self.progress = StatusLine(run.progress and ENV_LIVE_LINE not in os.environ)
         self.position = PositionFile(os.environ.get(ENV_POSITION_FILE, ""))
-        self.saving = Saving(saves, self.events, self.troubles)
+        identity = identity_of_job(os.environ, has_group=run.group is not None)
+        self.log_owner = None if logs is None else DirectoryOwner(logs, identity)
+        self.saving = Saving(saves, self.events, self.troubles, identity=identity)
         self.regrouping: Regrouping = Regrouping(self, coordinator)
         self.is_fresh = True
         """Whether this worker has no state yet that counts; another's or a save's may replace its own."""
@@ -350,6 +352,8 @@ class Job(JobState):
             }
         )
         self.events.write(TrainingStarted(pid=os.getpid(), total_steps=total_steps, num_slots=self.num_slots))
+        if self.log_owner is not None:
+            self.log_owner.tell("logs", "the audit of two jobs would be one", self.events)
         self.regrouping.begin()
 
     def close(self) -> None:
@@ -360,6 +364,9 @@ class Job(JobState):
         atexit.unregister(self._at_exit)
         self.loading.close()
         self.saving.settle()
+        self.saving.release()
+        if self.log_owner is not None:
+            self.log_owner.release()
         self.progress.close()
         self.tracking.close()
         self.regrouping.close()
@@ -475,15 +482,3 @@ class Job(JobState):
         """
         self.begin()
         return evaluate(self, dataset, function, batch_size, collate_fn)
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    check_fused(optimizer, "Job")
-    known = {id(p) for p in model.parameters()}
-    for i, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if id(param) not in known:
-                raise ValueError(
-                    f"the optimizer's group {i} holds a parameter of shape {tuple(param.shape)} that is not the "
-                    "model's; build the optimizer from model.parameters() of the same model"
-                )

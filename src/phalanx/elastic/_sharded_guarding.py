@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from phalanx.elastic._first_nonfinite import FirstNonFinite
-from phalanx.elastic._guard import LossSpike
+from phalanx.elastic._guard import BAD_GRADIENT, LossSpike
 from phalanx.elastic._guard_record import after_rollback, after_skip
 from phalanx.elastic._guarding import Guarding, ReducedStep, is_finite, nonfinite_names
 from phalanx.elastic.membership._lost import LOST
@@ -45,18 +45,44 @@ class ShardedGuarding(Guarding):
     """Looks at a sharded job."""
 
     def __init__(self, job: Job, guard: Guard, sharding: JobSharding, *, has_saves: bool) -> None:
-        if guard.nonfinite == "raise":
-            raise ValueError(
-                f"{guard} on a sharded model: commit() cannot leave a step out and raise there; expected "
-                "Guard(nonfinite='skip'), 'stop' or 'ignore'"
-            )
         super().__init__(job, guard, has_saves=has_saves)
-        self._trace = FirstNonFinite(nn.Module(), is_finite)  # of no module: gradients are not there where hooks look
         self._sharding = sharding
+        self._is_looking = self._is_bad = False
+        """Whether a gradient of the slot that is computed is not finite."""
         self.verdict: StepVerdict | None = None
         """Of the step that is judged."""
         self.back_to: int | None = None
         """Where the last way back led."""
+
+    def begin_step(self) -> None:
+        if self._is_looking:
+            self._is_looking = False
+            for _, reduction in self._sharding.reductions():
+                reduction.look = None
+        super().begin_step()
+
+    def _install_trace(self) -> None:
+        """Have a slot's gradients looked at where they pass by: nobody has them all at the parameters.
+
+        Not in tensor parallel jobs, where workers compute a slot together: each has other parts of its values, and what
+        one finds the others would not look for.
+        """
+        if self._sharding.tensor_groups is not None:
+            return
+        self._is_looking = True
+        self._trace.install(with_grads=False)
+        for names, reduction in self._sharding.reductions():
+            reduction.look = partial(self._look, names)
+
+    def _look(self, names: Sequence[str], index: int, grad: Tensor) -> None:
+        if not is_finite(grad):
+            self._is_bad = True
+            self._trace.note_gradient(names[index])
+
+    def take_note(self) -> int:
+        """Return what to note of the slot that is done, when the step is computed again. The next slot begins."""
+        is_bad, self._is_bad = self._is_bad, False
+        return self._trace.take_code() | (BAD_GRADIENT if is_bad else 0)
 
     def bad_grads(self) -> tuple[str, ...]:
         """Return the parameters whose reduced gradient is not finite, on any worker; all workers call it."""

@@ -187,10 +187,13 @@ class ShardedStep(Step):
         self.job.buffers.restore()
         self._sums = dict.fromkeys(self._sums, 0.0)
         self._note = 0
+        self._guarding.take_note()  # and forget: that of a slot which was computed to compare it
 
     def _end_slot(self, slot: int, indices: list[int]) -> None:
         job = self.job
-        self._rows[slot] = SlotRow(dict(self._sums), self._sharding.take_used(), self._note)
+        self._rows[slot] = SlotRow(
+            dict(self._sums), self._sharding.take_used(), self._note | self._guarding.take_note()
+        )
         if slot == 0:
             self._first_buffers = [buffer.detach().clone() for buffer in job.buffers.live()]
         if self._sharding.tensor_groups is None or self._sharding.tensor_groups.lane == 0:  # once for its group
@@ -306,8 +309,8 @@ class ShardedStep(Step):
             self._drop()
             self.outcome = Outcome.DROPPED
             return self.outcome
-        if reaction in (Reaction.SKIP, Reaction.ROLL_BACK):
-            return self._leave_out(reaction, self.verdict)
+        if reaction in (Reaction.SKIP, Reaction.RAISE, Reaction.ROLL_BACK):
+            return self._leave_out(reaction, findings, self.verdict)
         self.apply(self.verdict)
         job.guarding.applied(self)
         self.outcome = Outcome.APPLIED
@@ -320,9 +323,10 @@ class ShardedStep(Step):
         reaction = guarding.judge(self, findings)
         if self._max_norm is not None and reaction in (Reaction.GO_ON, Reaction.LEAVE_TO_SCALER):
             assert verdict.norm is not None, "it was asked for"
-            if guarding.judge_norm(self, findings, verdict.norm) is Reaction.SKIP:
+            about_norm = guarding.judge_norm(self, findings, verdict.norm)
+            if about_norm in (Reaction.SKIP, Reaction.RAISE):
                 self.grad_norm = verdict.norm
-                return Reaction.SKIP
+                return about_norm
         return reaction
 
     @property
@@ -337,10 +341,11 @@ class ShardedStep(Step):
         assert isinstance(found, ShardedVerifying), "that of a sharded job"
         return found
 
-    def _leave_out(self, reaction: Reaction, verdict: StepVerdict) -> Outcome:
+    def _leave_out(self, reaction: Reaction, findings: Findings, verdict: StepVerdict) -> Outcome:
         """Commit the step without its update, after the way back to a save if that is the reaction."""
         job = self.job
         job.buffers.restore()
+        raised = self._guarding.error_of(self, findings) if reaction is Reaction.RAISE else None
         try:
             self._guarding.leave_out(self, reaction)
         except LOST as error:
@@ -351,6 +356,8 @@ class ShardedStep(Step):
         self._end(replace(verdict, is_skipped=True, back_to=back_to))
         self.outcome = Outcome.SKIPPED
         job.advance(self)
+        if raised is not None:
+            raise raised
         return self.outcome
 
     def follow(self, verdict: StepVerdict) -> None:

@@ -32,6 +32,7 @@ class GenerationFormed(JobEvent):
     num_nodes: int
     num_workers: int
     seconds: float = 0.0
+    num_wanted: int = 0  # workers that the job would have with all nodes that it may have; 0: not told
     kind: ClassVar[str] = "generation_formed"
 
 
@@ -445,6 +446,16 @@ class SaveUnreadable(TrainingEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DirectoryShared(TrainingEvent):
+    """Another job writes to a directory of this one at the same time."""
+
+    directory: str
+    owner: str
+    """The other one."""
+    kind: ClassVar[str] = "directory_shared"
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingLeft(TrainingEvent):
     """The worker was told to leave, and did so at a step boundary."""
 
@@ -478,13 +489,12 @@ class EventsLost(TrainingEvent):
 AnyEvent = JobEvent | Event | TrainingEvent
 
 EVENT_TYPES: dict[str, type[AnyEvent]] = {
-    kind.kind: kind
-    for kind in (
+    kind.kind: kind for kind in (
         Event, GenerationFormed, GenerationEnded, WorkerStarted, WorkerExited, WorkerFailed, WorkerReplaced,
         JobRestarted, WorkerHung, NodeLoad, ActionAsked, JobWentBack, LimitReached, NodeNoticed, GoodputTold,
         AgentEventsLost, ShutDown, TrainingStarted, RoundFormed, SlotsDealt, StepCommitted, WorkerStepTimes,
         GroupLost, StateSent, CellsMoved, CellsHeld, StateReceived, RankTakenOver, StepsRepeated, NonFiniteFound,
         WrongBitsFound, WeightsCompared, StepSkipped, RolledBack, Resumed, Saved, SaveFailed, SaveUnreadable,
-        TrainingLeft, NotNeeded, TrainingFinished, EventsLost,
+        DirectoryShared, TrainingLeft, NotNeeded, TrainingFinished, EventsLost,
     )
 }  # fmt: skip

@@ -121,24 +121,32 @@ def _usual_step(record: Any) -> StepCommitted | None:
     try:
         if record["event"] != "step":
             return None
-        event = StepCommitted(**{name: record[name] for name in _STEP_FIELDS}, world_size=record.get("world_size"))
+        moment, worker, step, epoch = record["time"], record["worker"], record["step"], record["epoch"]
+        loss, samples, generation, number = record["loss"], record["samples"], record["generation"], record["round"]
+        size = record.get("world_size")
     except (TypeError, KeyError):
         return None
-    worker, counts = event.worker, (event.step, event.epoch, event.samples, event.generation, event.round)
-    floats = (event.time, event.loss)
-    is_usual = (
-        {*map(type, floats)} == {float}
-        and all(value - value == 0.0 for value in floats if value is not None)  # finite
-        and {*map(type, counts)} == {int}
-        and 0 <= min(counts) <= max(counts) <= MAX_INTEGER
-        and type(worker) is str
-        and worker.isascii()
-        and (event.world_size is None or (type(event.world_size) is int and 0 <= event.world_size <= MAX_INTEGER))
+    counts = (
+        (step, epoch, samples, generation, number) if size is None else (step, epoch, samples, generation, number, size)
     )
-    return event if is_usual else None
-
-
-_STEP_FIELDS = ("time", "worker", "step", "epoch", "loss", "samples", "generation", "round")
+    for count in counts:
+        if type(count) is not int or not 0 <= count <= MAX_INTEGER:
+            return None
+    if type(worker) is not str or not worker.isascii() or type(moment) is not float or type(loss) is not float:
+        return None
+    if moment - moment != 0.0 or loss - loss != 0.0:  # not finite
+        return None
+    return StepCommitted(
+        time=moment,
+        worker=worker,
+        step=step,
+        epoch=epoch,
+        loss=loss,
+        samples=samples,
+        generation=generation,
+        round=number,
+        world_size=size,
+    )
 
 
 def read_events(path: str | Path) -> Iterator[AnyEvent]:

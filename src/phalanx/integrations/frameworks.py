@@ -1,12 +1,16 @@
 """Checks at import that another framework is there, in a release that is known to work, with the names that are used.
 
 The adapters of ``phalanx.lightning`` and ``phalanx.transformers`` touch some private names of those frameworks. A
-release that has moved one of them is refused here, by name, instead of failing in the middle of a run.
+release that has moved one of them is refused here, by name, instead of failing in the middle of a run. Attributes that
+an object only has once it is made are looked for in the code of the function that sets them.
 """
 
 from __future__ import annotations
 
+import dis
 import importlib
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -26,7 +30,7 @@ class Framework:
     first: tuple[int, ...]
     before: tuple[int, ...]
     names: tuple[str, ...] = ()
-    """Each ``module:Name.attribute``."""
+    """Each ``module:Name.attribute``, or ``module:Name.function=attribute``, which that function sets on an object."""
 
     def check(self) -> None:
         """Raise ``FrameworkError`` unless it is there and as expected."""
@@ -69,11 +73,18 @@ def _text(numbers: tuple[int, ...]) -> str:
 
 
 def _exists(name: str) -> bool:
-    module, _, path = name.partition(":")
+    module, _, rest = name.partition(":")
+    path, _, attribute = rest.partition("=")
     try:
         found: object = importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError):
         return False
-    return True
+    return not attribute or (callable(found) and _sets(inspect.unwrap(found), attribute))
+
+
+def _sets(function: Callable[..., object], attribute: str) -> bool:
+    """Return whether a function assigns to an attribute of this name."""
+    steps = dis.get_instructions(function)
+    return any(step.opname == "STORE_ATTR" and step.argval == attribute for step in steps)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from phalanx.data import ShardTable
 from phalanx.elastic import DataOptions
 
 KNOWN_SAMPLERS = ("RandomSampler", "SequentialSampler", "SeedableRandomSampler")
@@ -64,7 +65,7 @@ class LoaderPlan:
         options = DataOptions(
             collate_fn=loader.collate_fn,
             num_workers=loader.num_workers,
-            shuffle=isinstance(sampler, RandomSampler),
+            shuffle=_shuffle_of(loader.dataset, sampler),
             tail="drop" if batches.drop_last else "uneven",
         )
         return cls(dataset=loader.dataset, slot_batch_size=batches.batch_size, data=options)
@@ -79,6 +80,13 @@ class LoaderPlan:
         size = num_slots * self.slot_batch_size
         count = len(self.dataset)
         return count // size if self.data.tail == "drop" else -(-count // size)
+
+
+def _shuffle_of(dataset: Any, sampler: Any) -> bool | Literal["shards"]:
+    """Return how a job shuffles where the user's loader does: a dataset of shards within a few of them at a time."""
+    if not isinstance(sampler, RandomSampler):
+        return False
+    return "shards" if isinstance(getattr(dataset, "shards", None), ShardTable) else True
 
 
 class StepLoader:

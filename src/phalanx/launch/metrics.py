@@ -62,6 +62,10 @@ class MetricHandler(ABC):
     @abstractmethod
     def emit(self, metric_data: MetricData) -> None: ...
 
+    def exposition(self) -> str:
+        """Return the latest values in Prometheus' text format, for an agent's own page. By default there are none."""
+        return ""
+
     def close(self) -> None:  # noqa: B027  not abstract: most handlers hold nothing
         """Give up files and ports. By default there are none."""
 
@@ -114,7 +118,11 @@ class PrometheusMetricHandler(MetricHandler):
         self._collectors: dict[str, Any] = {}
 
     def _answer(self, request: HttpRequest) -> HttpResponse:
-        return HttpResponse(body=self._client.generate_latest(self._registry), kind=CONTENT_TYPE)
+        return HttpResponse(body=self.exposition().encode(), kind=CONTENT_TYPE)
+
+    def exposition(self) -> str:
+        text: str = self._client.generate_latest(self._registry).decode()
+        return text
 
     def emit(self, metric_data: MetricData) -> None:
         name = re.sub(r"\W", "_", f"{metric_data.group_name}_{metric_data.name}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from phalanx.integrations.frameworks import Framework
 
+_CONNECTORS = "lightning.pytorch.trainer.connectors"
 LIGHTNING = Framework(
     distribution="lightning",
     extra="lightning",
@@ -18,10 +19,33 @@ LIGHTNING = Framework(
         "lightning.pytorch.loops.fit_loop:_FitLoop.setup_data",
         "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.reset",
         "lightning.pytorch.loops.loop:_Loop.restarting",
-        "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection.log",
-        "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.restore_loops",
+        "lightning.pytorch:Trainer._results",
+        "lightning.pytorch:Trainer.__init__=_checkpoint_connector",
+        "lightning.pytorch:Trainer.__init__=_logger_connector",
+        "lightning.pytorch.trainer.setup:_init_debugging_flags=_val_check_time_interval",
+        "lightning.pytorch.loops.optimization.automatic:Closure.__init__=_zero_grad_fn",
+        "lightning.pytorch.loops.optimization.closure:AbstractClosure.__init__=_result",
+        "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.__init__=_results",
+        f"{_CONNECTORS}.logger_connector.result:_ResultCollection.log",
+        f"{_CONNECTORS}.logger_connector.result:_ResultMetric.__init__=_forward_cache",
+        f"{_CONNECTORS}.logger_connector.result:_ResultMetric.__init__=has_reset",
+        f"{_CONNECTORS}.logger_connector.logger_connector:_LoggerConnector.__init__=_callback_metrics",
+        f"{_CONNECTORS}.logger_connector.logger_connector:_LoggerConnector.__init__=_first_loop_iter",
+        f"{_CONNECTORS}.logger_connector.logger_connector:_LoggerConnector.__init__=_logged_metrics",
+        f"{_CONNECTORS}.logger_connector.logger_connector:_LoggerConnector.__init__=_progress_bar_metrics",
+        f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector.__init__=_ckpt_path",
+        f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector.__init__=_loaded_checkpoint",
+        f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector.dump_checkpoint",
+        f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector.restore_callbacks",
+        f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector.restore_datamodule",
+        f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector.restore_loops",
+        f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector.restore_lr_schedulers",
         "lightning.pytorch.plugins.precision.precision:Precision._after_closure",
         "lightning.pytorch.plugins.precision.precision:Precision.pre_backward",
+        "lightning.fabric.loggers.csv_logs:CSVLogger.__init__=_flush_logs_every_n_steps",
+        "lightning.fabric.loggers.csv_logs:CSVLogger.__init__=_version",
+        "lightning.fabric.loggers.csv_logs:_ExperimentWriter.__init__=metrics_keys",
+        "lightning.fabric.loggers.tensorboard:TensorBoardLogger.__init__=_version",
         "lightning.fabric.utilities.rank_zero:rank_zero_only.rank",
     ),
 )

@@ -45,7 +45,7 @@ def check_trainer(trainer: Any, model: Any) -> None:
             "clocks differ between workers; use max_steps or max_epochs",
         ),
         "val_check_interval by time": (
-            getattr(trainer, "_val_check_time_interval", None) is not None,
+            trainer._val_check_time_interval is not None,
             "clocks differ between workers; use a number of steps",
         ),
         **{

@@ -29,6 +29,12 @@ TRANSFORMERS = Framework(
         "transformers:Trainer._save_checkpoint",
         "transformers:Trainer._load_best_model",
         "transformers:Trainer._get_output_dir",
+        "transformers:Trainer.__init__=current_flos",
+        "transformers:Trainer._inner_training_loop=_globalstep_last_logged",
+        "transformers:Trainer._inner_training_loop=_initial_global_step",
+        "transformers:Trainer._inner_training_loop=_initial_num_input_tokens_seen",
+        "transformers:Trainer._inner_training_loop=_total_loss_scalar",
+        "transformers:Trainer._inner_training_loop=_tr_loss",
         "transformers.trainer:TRAINER_STATE_NAME",
         "transformers:Trainer._track_num_input_tokens",
         "transformers.trainer:skip_first_batches",
@@ -42,7 +48,11 @@ ACCELERATE = Framework(
     extra="transformers",
     first=(1, 12),
     before=(2,),
-    names=("accelerate.optimizer:AcceleratedOptimizer.step", "accelerate:PartialState"),
+    names=(
+        "accelerate.optimizer:AcceleratedOptimizer.__init__=_is_overflow",
+        "accelerate.optimizer:AcceleratedOptimizer.step",
+        "accelerate:PartialState",
+    ),
 )
 
 hide_ranks(os.environ)

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+SHARDED = "use phalanx.fsdp.fully_shard with phalanx.elastic.Job"
 NOT_HEALED = (
     "phalanx: in place are healed training steps, TrainerState and callbacks with ExportableState; not healed: what "
     "other callbacks keep, and random numbers drawn outside of compute_loss (a newcomer begins without them)"
 )
+
+
+def check_sharding(args: Any) -> None:
+    """Raise ``ValueError`` for arguments that shard the model; before a trainer is made, which has other words."""
+    for name, what in (("deepspeed", "DeepSpeed"), ("fsdp", "FSDP")):
+        if getattr(args, name, None):
+            raise ValueError(f"ElasticTrainer does not take {what}: {SHARDED}")
 
 
 def check_arguments(trainer: Any, *, evaluate: str) -> None:
@@ -19,8 +29,8 @@ def check_arguments(trainer: Any, *, evaluate: str) -> None:
             "use num_slots: a step has num_slots batches of per_device_train_batch_size",
         ),
         "auto_find_batch_size": (args.auto_find_batch_size, "workers would find different ones; set the batch size"),
-        "DeepSpeed": (trainer.is_deepspeed_enabled, "use phalanx.fsdp.fully_shard with phalanx.elastic.Job"),
-        "FSDP": (trainer.is_fsdp_enabled, "use phalanx.fsdp.fully_shard with phalanx.elastic.Job"),
+        "DeepSpeed": (trainer.is_deepspeed_enabled, SHARDED),
+        "FSDP": (trainer.is_fsdp_enabled, SHARDED),
         "several processes in one accelerate state": (
             args.world_size != 1,
             "run under 'phalanx run --on-failure heal', and import phalanx.transformers before making "
@@ -30,6 +40,10 @@ def check_arguments(trainer: Any, *, evaluate: str) -> None:
         "optim_target_modules and layer-wise optimizers": (
             "lomo" in str(args.optim) or "layerwise" in str(args.optim),
             "a step is one update of one optimizer; use adamw_torch",
+        ),
+        "LBFGS": (
+            isinstance(trainer.optimizer, torch.optim.LBFGS),
+            "it computes the gradient several times in a step; use an optimizer that needs it once",
         ),
         "a second train()": (
             trainer.job is not None,

@@ -9,6 +9,7 @@ end of it.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -28,9 +29,13 @@ from phalanx.elastic._rng import derive_seed, seed_everything
 from phalanx.elastic.reduce._norm_blocks import clip
 from phalanx.integrations.step_loader import LoaderPlan, StepLoader, check_options
 from phalanx.protocol import ENV_GENERATION, ENV_WORKER_ID
-from phalanx.transformers._refusals import NOT_HEALED, check_arguments
+from phalanx.transformers._refusals import NOT_HEALED, check_arguments, check_sharding
 from phalanx.transformers._trainer_state import LoopState
 
+REPORTING = "transformers.integrations"
+"""Where the callbacks are that tell trackers (TensorBoard and others) what is logged."""
+REPORTED_AGAIN = 4
+"""How many entries of the log a new writer reports again: more than a step and the evaluation after it make."""
 BEST_CHECKPOINT = 600.0
 """Seconds to wait for the writer's best checkpoint after the last step; it writes it while others may be ahead."""
 
@@ -54,6 +59,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
         **kwargs: Any,
     ) -> None:
         check_options(num_slots, evaluate)
+        check_sharding(kwargs.get("args", args[1] if len(args) > 1 else None))
         self.num_slots = num_slots
         self.evaluates = evaluate
         self.run = run
@@ -67,6 +73,8 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
         self._items: Any = None
         self._saved_at = -1
         """The step of the last checkpoint, whoever wrote it."""
+        self._scale: float | None = None
+        """What the gradients of this batch's step were scaled by before it: a smaller one after it is an overflow."""
         self.control: Any = None
         super().__init__(*args, **kwargs)
         self._set_writer(is_writer=_is_first())
@@ -85,6 +93,15 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
         for callback in self.callback_handler.callbacks if self.job.is_writer else ():
             if isinstance(callback, ProgressCallback) and callback.training_bar is None:
                 callback.on_train_begin(self.args, self.state, self.control)
+            if type(callback).__module__.startswith(REPORTING):
+                self._report_again(callback)
+
+    def _report_again(self, callback: Any) -> None:
+        """Tell a tracker what the writer before may have died with: twice, rather than not at all."""
+        for entry in self.state.log_history[-REPORTED_AGAIN:]:
+            logs = {name: value for name, value in entry.items() if name != "step"}
+            state = dataclasses.replace(self.state, global_step=entry["step"])
+            callback.on_log(self.args, state, self.control, logs=logs, model=self.model)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save, if this worker writes.
@@ -200,6 +217,8 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
     # -- one step ---------------------------------------------------------------------------------------------
 
     def _next_batch(self) -> dict[str, int]:
+        scaler = self.accelerator.scaler
+        self._scale = None if scaler is None else scaler.get_scale()
         return {"step": self._take_step().number}
 
     def _take_step(self) -> Step:
@@ -284,15 +303,13 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
 
     def _commit(self, *args: Any, **kwargs: Any) -> None:
         """Stand in the place of ``optimizer.step``."""
-        scaler = self.accelerator.scaler
-        before = None if scaler is None else scaler.get_scale()
         while self._current.outcome is not Outcome.ADOPTED and not self._current.commit():
             self._take_step()  # it was found not finite and is computed again
             self.training_step(self.model_wrapped, None)
             if self.args.max_grad_norm > 0:
                 self._clip_grad_norm(self.model_wrapped)
-        if scaler is not None:
-            self.optimizer._is_overflow = scaler.get_scale() < before
+        if self._scale is not None:  # compared with that of the fetch: a step that was taken over may have overflowed
+            self.optimizer._is_overflow = self.accelerator.scaler.get_scale() < self._scale
 
     # -- evaluation -------------------------------------------------------------------------------------------
 

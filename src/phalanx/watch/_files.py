@@ -41,7 +41,7 @@ def find_event_files(directory: Path, *, depth: int = 2) -> list[Path]:
 
 
 class Listing:
-    """The event files of one directory, found again only when there may be others: an agent looks four times a second.
+    """The event files of one directory, found again only when there may be others: an agent looks often.
 
     A directory whose own time has changed has other entries. That time is as coarse as the kernel's clock, and in a
     network it is another machine's: what is young is not trusted, and nothing is for longer than ``TRUSTED``.

@@ -71,40 +71,48 @@ class Hub:
     def add(self, event: AnyEvent) -> int:
         """Add an event that was just told here; its number."""
         line = to_json(event)
-        return self._add(from_json(line), line)
+        told = from_json(line)
+        with self._changed:
+            self._put(told, line, True)
+            self._changed.notify_all()
+            return self._number
 
     def add_record(self, record: Any, text: str = "", *, is_local: bool = True) -> None:
         """Add what a line of a file or of another agent says; ``text`` is that line, if it is there to be kept.
 
         A line that is no event is counted.
         """
-        try:
-            event = from_record(record)
-        except ValueError:
-            with self._changed:
-                self.view.num_bad += 1
-            return
-        # A carriage return is a space to JSON, and the end of a line to who follows the stream.
-        self._add(event, text if text and "\r" not in text else dump(record), is_local)
+        with self._changed:
+            self._put_record(record, text, is_local)
+            self._changed.notify_all()
 
     def add_records(self, lines: Sequence[tuple[Any, str]]) -> None:
         """Add what many lines say; whoever waits wakes up once for some hundred of them."""
         for first in range(0, len(lines), BATCH):
             with self._changed:
                 for record, text in lines[first : first + BATCH]:
-                    self.add_record(record, text)
+                    self._put_record(record, text, True)
+                self._changed.notify_all()
 
-    def _add(self, event: AnyEvent, line: str, is_local: bool = True) -> int:
-        with self._changed:
-            self._number += 1
-            try:
-                self.view.take(event)
-            except (ArithmeticError, ValueError, TypeError, KeyError, IndexError):  # values that make no sense
-                self.view.num_bad += 1
-            kept = self._bulk if event.kind in BULK else self._steps if event.kind == STEP else self._kept
-            kept.append(Numbered(self._number, event.kind, line, is_local))
-            self._changed.notify_all()
-            return self._number
+    def _put_record(self, record: Any, text: str, is_local: bool) -> None:
+        """Add what one line says. Under the lock; the caller wakes those who wait."""
+        try:
+            event = from_record(record)
+        except ValueError:
+            self.view.num_bad += 1
+            return
+        # A carriage return is a space to JSON, and the end of a line to who follows the stream.
+        self._put(event, text if text and "\r" not in text else dump(record), is_local)
+
+    def _put(self, event: AnyEvent, line: str, is_local: bool) -> None:
+        self._number += 1
+        try:
+            self.view.take(event)
+        except (ArithmeticError, ValueError, TypeError, KeyError, IndexError):  # values that make no sense
+            self.view.num_bad += 1
+        kind = event.kind
+        kept = self._steps if kind == STEP else self._bulk if kind in BULK else self._kept
+        kept.append(Numbered(self._number, kind, line, is_local))
 
     def after(
         self,
@@ -118,7 +126,9 @@ class Hub:
         """Return the events after a number that are still kept; ``bulk``: also the times of steps and the like;
         ``local``: only those of this node."""
         with self._changed:
-            found = _later(self._kept, number) + _later(self._steps, number)
+            found = _later(self._kept, number)
+            if not kinds or STEP in kinds:  # an open page asks for none of the many steps
+                found += _later(self._steps, number)
             found = sorted(found + _later(self._bulk, number) if bulk else found)
         return [event for event in found if (not kinds or event.kind in kinds) and (event.is_local or not local)][
             :limit

@@ -43,11 +43,18 @@ def _families(view: JobView, now: float) -> Iterable[MetricFamily]:
     yield from _metric(
         "phalanx_failures_total",
         "counter",
-        "Workers that failed, by cause.",
-        [({**job, "cause": cause}, number) for cause, number in sorted(counts["failures"].items())],
+        "Workers that failed, by node and cause.",
+        [
+            ({**job, "node": node, "cause": cause}, number)
+            for (node, cause), number in sorted(view.machines.failures.items())
+        ],
     )
     for name, text, number in (
-        ("phalanx_restarts_total", "Workers that were replaced by new ones.", sum(view.machines.restarts.values())),
+        (
+            "phalanx_restarts_total",
+            "Workers that were replaced by new ones, and times that all of them were started anew.",
+            sum(view.machines.restarts.values()) + view.num_restarts,
+        ),
         ("phalanx_regroups_total", "Rounds that were formed.", max(0, view.lifelines.num_rounds - 1)),
         (
             "phalanx_steps_committed_total",
@@ -93,7 +100,7 @@ def _gauges(view: JobView, summary: dict[str, Any], job: Labels) -> Iterable[Met
         ("phalanx_loss", "Loss of the last committed step.", summary["loss"]),
         ("phalanx_samples_per_second", "Samples per second, lately.", summary["samples_per_second"]),
         ("phalanx_workers", "Workers that compute.", summary["workers"]),
-        ("phalanx_workers_wanted", "Workers of the current generation.", summary["wanted"]),
+        ("phalanx_workers_wanted", "Workers that the job would have with all its nodes.", summary["wanted"]),
         ("phalanx_generation", "Number of the current generation.", summary["generation"]),
         ("phalanx_last_event_timestamp_seconds", "When the last event was told.", summary["latest"]),
     ):
@@ -117,7 +124,7 @@ def _gauges(view: JobView, summary: dict[str, Any], job: Labels) -> Iterable[Met
         ("phalanx_worker_step_relative", "The same, as a multiple of the workers' median.", "relative"),
     ):
         samples: list[tuple[Labels, float]] = [
-            ({**job, "node": life.host, "rank": life.rank, "part": part}, number)
+            ({**job, "node": life.host, "rank": life.rank, "generation": view.generation, "part": part}, number)
             for life, row in rows
             for part, number in row[key].items()
             if number is not None

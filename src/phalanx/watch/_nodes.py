@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import Any
 
-from phalanx.events._event_types import ActionAsked, AnyEvent, LimitReached, NodeLoad, NodeNoticed, WorkerReplaced
+from phalanx.events._event_types import (
+    ActionAsked,
+    AnyEvent,
+    LimitReached,
+    NodeLoad,
+    NodeNoticed,
+    WorkerFailed,
+    WorkerReplaced,
+)
 from phalanx.watch._lifelines import Lifelines
 
 MAX_LOADS = 120
@@ -18,6 +26,8 @@ class NodeTable:
     def __init__(self) -> None:
         self.restarts: Counter[str] = Counter()
         """By host."""
+        self.failures: Counter[tuple[str, str]] = Counter()
+        """By host and cause."""
         self._loads: dict[str, deque[NodeLoad]] = {}
         self._out: dict[str, str] = {}
         """By node: why no worker is started on it any more."""
@@ -31,6 +41,8 @@ class NodeTable:
                 early = self._loads.pop(event.host, None)  # before the rendezvous it went by its machine's name
                 self._loads[event.node] = early or deque(maxlen=MAX_LOADS)
             self._loads.setdefault(event.node, deque(maxlen=MAX_LOADS)).append(event)
+        elif isinstance(event, WorkerFailed):
+            self.failures[event.host, event.cause] += 1
         elif isinstance(event, WorkerReplaced):
             self.restarts[event.host] += 1
         elif isinstance(event, LimitReached):

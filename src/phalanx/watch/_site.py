@@ -41,6 +41,9 @@ class Host(Protocol):
     def tail(self, worker: str) -> list[str]:
         """Return the last lines that a worker of this node wrote to stderr."""
 
+    def logs(self, rank: str, node: str, since: str) -> dict[str, Any]:
+        """Return what workers of this node wrote to their log files since then; ``ValueError`` says why not."""
+
     def audit(self) -> dict[str, Any]:
         """Return what the audit of the job says."""
 
@@ -62,6 +65,9 @@ class NoHost:
 
     def tail(self, worker: str) -> list[str]:
         return []
+
+    def logs(self, rank: str, node: str, since: str) -> dict[str, Any]:
+        raise ValueError("this page shows no log files; ask an agent of the job, or read its log directory")
 
     def audit(self) -> dict[str, Any]:
         return {}
@@ -160,12 +166,19 @@ class Site:
             events = self._hub.after(since, limit=min(limit, 10_000), bulk="bulk" in request.query)
             lines = ",".join(f'{{"number":{event.number},"event":{event.line}}}' for event in events)
             return HttpResponse(body=f'{{"hub":"{self._hub.name}","events":[{lines}]}}'.encode())
+        if name == "logs":
+            asked = (request.query.get(key, "") for key in ("rank", "node", "since"))
+            try:
+                return as_json(self._host.logs(*asked))
+            except ValueError as problem:
+                return error(409, str(problem))
         if name == "audit":
             return as_json(self._host.audit())
         if name == "nonce":
             return as_json({"nonce": self._access.nonce()})
         return error(
-            404, f"nothing at {API}{name[:100]}; there are {', '.join([*VIEWS, 'worker/ID', 'events', 'audit'])}"
+            404,
+            f"nothing at {API}{name[:100]}; there are {', '.join([*VIEWS, 'worker/ID', 'events', 'logs', 'audit'])}",
         )
 
     @property

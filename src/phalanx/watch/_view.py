@@ -15,6 +15,7 @@ from phalanx.events._event_types import (
     CellsMoved,
     GenerationEnded,
     GenerationFormed,
+    JobRestarted,
     NodeLoad,
     Resumed,
     RoundFormed,
@@ -39,6 +40,7 @@ from phalanx.watch._incidents import Incidents
 from phalanx.watch._lifelines import Lifelines
 from phalanx.watch._nodes import NodeTable
 from phalanx.watch._paces import Paces
+from phalanx.watch._running_nodes import RunningNodes
 
 VERSION = 1
 """Of the API: a field may be added in a version, never taken away or given another meaning."""
@@ -72,14 +74,20 @@ class JobView:
         self.heat = HeatMap()
         self.paces = Paces()
         self.committed = CommittedRange()
-        self.counts: dict[str, Counter[str]] = {"failures": Counter(), "generations": Counter(), "events": Counter()}
+        self.counts: dict[str, Counter[str]] = {"generations": Counter(), "events": Counter()}
         self.step_times = Histogram(STEP_BOUNDS)
         self.regroup_times = Histogram(REGROUP_BOUNDS)
         self.state_bytes = 0
+        self.num_restarts = 0
+        """Times that all workers were started anew."""
+        self._anew: set[int] = set()
+        """Generations that ended so, of which no restart was counted yet."""
+        self._last_anew = -1
         self.saves: deque[Saved | SaveFailed] = deque(maxlen=MAX_SAVES)
         self.read_save: Resumed | None = None
         """The last time that a save was read: all of it had its checksums."""
         self.machines = NodeTable()
+        self.running_nodes = RunningNodes()
         self.copies = CopyTable()
         self.collective_bytes: Counter[str] = Counter()
         self.news: deque[dict[str, Any]] = deque(maxlen=MAX_NEWS)
@@ -139,6 +147,7 @@ class JobView:
         self.curve.add(event.time, event.step, event.loss, event.samples)
 
     def _take_other(self, event: AnyEvent) -> None:
+        is_end = self.running_nodes.ends(event)
         if isinstance(event, TrainingStarted):
             self.total_steps = event.total_steps if event.total_steps is not None else self.total_steps
             self.num_slots = event.num_slots if event.num_slots is not None else self.num_slots
@@ -150,12 +159,18 @@ class JobView:
         elif isinstance(event, GenerationFormed):
             self.job = self.job or event.job
             self.generation = max(self.generation, event.generation)
-            self.wanted = event.num_workers
+            self.wanted = event.num_wanted or event.num_workers
             self.state = "starting" if self.state == "waiting" else self.state
         elif isinstance(event, GenerationEnded):
             self.counts["generations"][event.how] += 1
+            if event.how == "restart" and event.generation > self._last_anew:
+                self._last_anew = event.generation
+                self._anew.add(event.generation)
+        elif isinstance(event, JobRestarted):
+            if event.generation in self._anew:  # else its lost workers were replaced, each of which is told
+                self.num_restarts += 1
+            self._anew.discard(event.generation)  # every agent tells of it
         elif isinstance(event, WorkerFailed):
-            self.counts["failures"][event.cause] += 1
             if event.cause != LOST_CONTACT:
                 self.last_failure = event
         elif isinstance(event, StateSent):
@@ -168,7 +183,7 @@ class JobView:
             self.copies.take(event)
         elif isinstance(event, TrainingFinished):
             self.state = "finishing"
-        elif isinstance(event, ShutDown):
+        elif isinstance(event, ShutDown) and is_end:
             self.state, self.reason = ("succeeded" if event.succeeded else "ended"), event.reason
 
     # -- what it adds up to -----------------------------------------------------------------------------------

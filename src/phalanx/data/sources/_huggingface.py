@@ -11,6 +11,9 @@ from typing import Any
 
 from phalanx.data.sources._parquet_source import ParquetSource
 
+CHANGES = ("_shuffling", "_distributed", "_formatting")
+"""What a stream keeps of what was done to it."""
+
 
 def from_huggingface(dataset: Any, **options: Any) -> ParquetSource:
     """Return a source of the Parquet files that a streaming dataset reads; ``options`` are those of ``ParquetSource``.
@@ -21,12 +24,16 @@ def from_huggingface(dataset: Any, **options: Any) -> ParquetSource:
     kind = type(dataset).__name__
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         raise TypeError(f"{kind} is map-style: give it to the sampler or job as it is")
-    examples = getattr(dataset, "_ex_iterable", None)
-    if examples is None:
+    missing = [name for name in ("_ex_iterable", *CHANGES) if not hasattr(dataset, name)]
+    if missing and type(dataset).__module__.partition(".")[0] == "datasets":
+        raise TypeError(
+            f"{kind} of the installed release of datasets has no {', '.join(missing)}, by which Phalanx sees what it "
+            "reads; give its files to ParquetSource, and report this"
+        )
+    if missing:
         raise TypeError(f"{kind} is no streaming dataset of the package datasets")
-    changed = [
-        name for name in ("_shuffling", "_distributed", "_formatting") if getattr(dataset, name, None) is not None
-    ]
+    examples = dataset._ex_iterable
+    changed = [name for name in CHANGES if getattr(dataset, name) is not None]
     done = type(examples).__name__
     if changed or done not in ("ArrowExamplesIterable", "ExamplesIterable"):
         raise ValueError(

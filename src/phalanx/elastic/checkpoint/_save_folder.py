@@ -111,8 +111,12 @@ def _mark_good(directory: Path, step: int, clean_since: int, secret: bytes, know
         assert found is not None, "only saves are listed"
         if clean_since <= found < step and is_readable(path, secret, known):
             partial = directory / f"{PARTIAL}{step}-{socket.gethostname()}-{_process()}.good"
-            partial.write_text(path.name)
-            os.replace(partial, directory / GOOD)
+            try:
+                partial.write_text(path.name)
+                os.replace(partial, directory / GOOD)
+            except OSError:
+                partial.unlink(missing_ok=True)
+                raise
             return
 
 

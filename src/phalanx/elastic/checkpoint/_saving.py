@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from phalanx._signature import resolve_secret
 from phalanx.elastic._options import Saves
 from phalanx.elastic.checkpoint._bucket_saves import BucketSaves
 from phalanx.elastic.checkpoint._cell_saves import CellSnapshot, Exchange, agree_on_save
+from phalanx.elastic.checkpoint._owner import DirectoryOwner
 from phalanx.elastic.checkpoint._save_folder import find_save, good_save, is_readable, save_names
 from phalanx.elastic.checkpoint._save_memory import Staging
 from phalanx.elastic.checkpoint._save_writer import SaveWriter
@@ -28,9 +30,13 @@ from phalanx.storage import Place, RemotePath, StorageError, as_place
 
 
 class Saving:
-    def __init__(self, options: Saves | None, events: EventLog, troubles: Troubles | None = None) -> None:
+    def __init__(
+        self, options: Saves | None, events: EventLog, troubles: Troubles | None = None, *, identity: str = ""
+    ) -> None:
+        """``identity``: see ``identity_of_job``."""
         self.options = options
         self._place = None if options is None else as_place(options.directory)
+        self._owner = DirectoryOwner(self._place, identity) if isinstance(self._place, Path) else None
         self._bucket: BucketSaves | None = None
         if options is not None and isinstance(self._place, RemotePath):
             self._bucket = BucketSaves(self._place, None if options.local is None else Path(options.local))
@@ -69,6 +75,16 @@ class Saving:
         snapshot = CellSnapshot.take(step, state, ranges, number=number, count=count, key=key, staging=self._staging)
         self._live_writer().submit(snapshot, clean_since)
 
+    def _claim(self) -> None:
+        """Say so if another job has these saves."""
+        if self._owner is not None:
+            self._owner.tell("saves", "two jobs resume from each other's saves, and remove them", self._events)
+
+    def release(self) -> None:
+        """Let another job have the directory."""
+        if self._owner is not None:
+            self._owner.release()
+
     def give_up(self) -> None:
         """A worker is lost: no longer wait for its share of a save."""
         if self._writer is not None:
@@ -78,6 +94,7 @@ class Saving:
         """Return the newest save that is readable to all workers together; ``NoReadableSave`` if none of some is."""
         if self.options is None or self._place is None:
             return None
+        self._claim()
         secret = resolve_secret(self.options.secret)
         found, problems = agree_on_save(self._place, secret, rank, size, exchange)
         self._tell_problems(problems, is_found=found is not None)
@@ -96,6 +113,10 @@ class Saving:
                 on_saved=self._on_saved,
                 on_failed=self._on_failed,
             )
+            if isinstance(self._place, Path):
+                with suppress(OSError):  # the writer finds out too, and tells
+                    self._place.mkdir(parents=True, exist_ok=True)
+        self._claim()
         return self._writer
 
     def wait_idle(self) -> None:
@@ -114,6 +135,7 @@ class Saving:
         """Return the step of the newest readable save. Looks at the disk once."""
         if self.options is not None and not self._searched:
             self._searched = True
+            self._claim()
             secret = resolve_secret(self.options.secret)
             if self._bucket is not None:
                 self._found, self._problems = self._bucket.find(secret)

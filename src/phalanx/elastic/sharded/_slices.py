@@ -138,6 +138,9 @@ class Slices:
         if not self._plan and not self._moved:
             self._even_owners(holdings)
             return
+        # Who is early waits here, as it would in the next gather: that is no cost of the slice, and counted as one it
+        # would make slices small and rare.
+        sharding.live_group.barrier()
         began = time.monotonic()
         sharding.collect()
         left = given_up(holdings, self._moved)

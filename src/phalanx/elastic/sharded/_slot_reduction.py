@@ -89,6 +89,8 @@ class SlotReduction:
         self.is_muted = False
         self.watch: Callable[[int, Tensor], None] | None = None
         """Whom to show the gradients that come, by the number of their parameter, also muted ones."""
+        self.look: Callable[[int, Tensor], None] | None = None
+        """As ``watch``, for those that count only."""
         self.messages: Messages | None = None
         """Whom to show what is sent and received."""
         self._packed: Tensor | None = None
@@ -107,6 +109,8 @@ class SlotReduction:
             self.watch(index, grad)
         if self.is_muted:
             return
+        if self.look is not None:
+            self.look(index, grad)
         if self._packed is None:
             self._packed = self._pool.acquire(group, self.plan.places[-1], self._dtype, self._device)
         place(grad, self._packed, self.plan.moves[index], adds=index in self._arrived)

@@ -42,12 +42,13 @@ def before_backward(value: Any, reached: Callable[[], None], *, first: bool = Fa
 
     The hook is on the node that made the tensor's memory: a write in place to the tensor, or to a view of it, makes new
     nodes behind that one and leaves it where it is. ``first``: before the others of that node. A module's input is
-    mostly the output of another, and what the one ends with is to come before what the other begins with.
+    mostly the output of another, and what the one ends with is to come before what the other begins with. Then leaves
+    are not watched: autograd may deliver their gradients before those of the module's parameters.
     """
     count = 0
     for tensor in find_tensors(value):
         local = tensor._local if isinstance(tensor, DTensor) else tensor
-        if local.requires_grad:
+        if local.requires_grad and not (first and local.is_leaf):
             _hook(local, reached, first)
             count += 1
     return count

@@ -156,7 +156,7 @@ class Agent:
             self._on_port_taken(str(taken))
             return
         assignments = generation.assignments()
-        self._observer.generation_formed(info)
+        self._observer.generation_formed(info, self._size * self.config.max_nodes)
         new = [assignment for assignment in assignments if assignment.worker_id not in self._pool.workers]
         for worker in self._pool.start(new, generation.job_facts()):
             self._observer.worker_started(worker)
@@ -245,9 +245,10 @@ class Agent:
         failures = self._pool.failures_among(self._worker_ids.ids)
         first = min(failures, key=lambda failure: failure.precedence)
         reason = f"rank {first.rank} on {first.host} failed: {first.describe_exit()}"
-        streak = self._generation.streak_after(self._pool.workers[first.worker_id], first) if self._heals else None
+        now = self._situation()
+        streak = self._generation.streak_after(self._pool.workers[first.worker_id], first, anew=not now.keeps_survivors)
         recovery = _policy.on_failure(
-            replace(self._situation(), node=NOBODY) if first.is_complaint else self._situation(),
+            replace(now, node=NOBODY) if first.is_complaint else now,
             reason=reason,
             is_incurable=first.is_incurable,
             ends_job=any(failure.ends_job for failure in failures),
@@ -280,9 +281,7 @@ class Agent:
         elif end.kind == "wanted":
             self._want_regroup(end.reason)
         elif end.kind == "broken":
-            self._apply(
-                self._generation.agreed(lambda: _policy.on_membership_change(self._situation(), reason=end.reason))
-            )
+            self._apply(self._generation.agreed(lambda: _policy.on_membership_change(self._situation(), end.reason)))
         else:
             self._on_lost(end.reason)
 
@@ -473,7 +472,7 @@ class Agent:
 
     def _want_regroup(self, reason: str) -> None:
         """Form the next generation; workers that can go on with this one until their next step boundary."""
-        change = self._generation.propose(_policy.on_membership_change(self._situation(), reason=reason))
+        change = self._generation.propose(_policy.on_membership_change(self._situation(), reason))
         if change.starts_anew or change.action is Action.FAIL:
             self._end_as(change)
             return
@@ -493,7 +492,7 @@ class Agent:
         self._size = size or self._size
         if not self._situation().keeps_survivors:
             change = f"a node was resized to {size} workers"
-            self._end_generation(_policy.on_membership_change(self._situation(), reason=change))
+            self._end_generation(_policy.on_membership_change(self._situation(), change))
         elif size > self._worker_ids.size:
             self._worker_ids.grow(size)
             self._want_regroup(f"a node was resized to {size} workers")

@@ -200,14 +200,14 @@ class Generation:
     def _is_leaving(self, worker: WorkerHandle) -> bool:
         return self.config.on_failure == "heal" and self.channel.is_leaving(self.number, worker.id)
 
-    def streak_after(self, worker: WorkerHandle, failure: ProcessFailure) -> Streak:
-        """Return the deaths in a row, with that of this worker."""
+    def streak_after(self, worker: WorkerHandle, failure: ProcessFailure, *, anew: bool) -> Streak:
+        """Return the deaths in a row, with that of this worker; ``anew``: all workers start anew after it."""
         steps = {w: parse_report(data).step for w, data in self.channel.read_progress(list(self.worker_ids)).items()}
         death = Death(
             generation=self.number,
             born=worker.born,
             step=max(steps.values()),
-            took_part=steps.get(worker.id, -1) >= 0,
+            took_part=anew or steps.get(worker.id, -1) >= 0,
             is_killed=failure.is_from_outside,
             lived=time.monotonic() - worker.started_at,
             place=worker.place(),

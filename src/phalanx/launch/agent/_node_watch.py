@@ -36,6 +36,7 @@ from phalanx.watch._files import LOOK_EVERY, Tail, read_job_events
 from phalanx.watch._goodput import Goodput, goodput
 from phalanx.watch._http import HttpServer, is_loopback, parse_address
 from phalanx.watch._hub import Hub
+from phalanx.watch._log_files import lines_since
 from phalanx.watch._peer_agents import PeerAgents
 from phalanx.watch._site import Site
 from phalanx.watch._view import live_block
@@ -51,6 +52,8 @@ LINE_EVERY = 0.25
 UNWATCHED_EVERY = 5.0
 """Seconds between two looks at the workers' events while nobody follows: many lines at once cost less each. Whoever
 asks is told what is known at that moment all the same."""
+PAGE_EVERY = 1.0
+"""Seconds between two looks while a page is open and nobody sits at the terminal; news of the agent wake it at once."""
 LOOK_AGAIN = 1.0
 """Seconds between two looks for the addresses of other agents, while some are missing."""
 MAX_READ_AT_END = 64 << 20
@@ -66,6 +69,8 @@ class NodeWatch:
         self.tail_of: Callable[[str], tuple[str, ...]] = lambda worker: ()
         self.alive: Callable[[], float] = lambda: 0.0
         self.write: Callable[[AnyEvent], None] = lambda event: None
+        self.exposition: Callable[[], str] = lambda: ""
+        """Gives what the agent's own metrics are, where they are kept for Prometheus."""
         self.terminal = Terminal(2) if config.shows_line else None
         self._config = config
         self._handler = handler
@@ -78,6 +83,8 @@ class NodeWatch:
         """Events of this agent, as lines, that are not in the hub yet."""
         self._adding = threading.Lock()
         self._news = threading.Event()
+        self._pause = UNWATCHED_EVERY
+        """What the thread that looks at the events waits for now."""
         self._threads: list[background.Background] = []
         self._server: HttpServer | None = None
         self._site: Site | None = None
@@ -171,14 +178,16 @@ class NodeWatch:
             log.warning("the page cannot change the job: %s", error)
             return None
 
-    @property
-    def _is_watched(self) -> bool:
-        """Whether somebody sees at once what happens: at the terminal, or on an open page."""
-        return self.terminal is not None or (self._site is not None and self._site.num_streams > 0)
+    def _look_every(self) -> float:
+        """Return the seconds until the next look: fewer while somebody sees it, at the terminal or on an open page."""
+        if self.terminal is not None:
+            return LOOK_EVERY
+        return PAGE_EVERY if self._site is not None and self._site.num_streams > 0 else UNWATCHED_EVERY
 
     def _follow_files(self) -> None:
         while not self._stopped.is_set():
-            self._news.wait(LOOK_EVERY if self._is_watched else UNWATCHED_EVERY)
+            self._pause = self._look_every()
+            self._news.wait(self._pause)
             self._news.clear()
             self._add_news()
 
@@ -273,7 +282,7 @@ class NodeWatch:
 
     def catch_up(self) -> None:
         self._add_news()
-        if self._is_watched:
+        if self._look_every() < self._pause:
             self._news.set()  # from now on more often
 
     def alive_at(self) -> float:
@@ -282,11 +291,16 @@ class NodeWatch:
     def tail(self, worker: str) -> list[str]:
         return list(self.tail_of(worker))
 
+    def logs(self, rank: str, node: str, since: str) -> dict[str, Any]:
+        if self._file is None:
+            raise ValueError("this node keeps no log files: run the job with --log-dir DIR --tee 3 (or --redirects 3)")
+        return lines_since(Path(self._file), rank, node, since)
+
     def audit(self) -> dict[str, Any]:
         return {} if self._directory is None else audit_record(self._directory)
 
     def metrics(self) -> str:
-        return ""
+        return self.exposition()
 
     def act(self, action: str, wish: dict[str, Any], by: str) -> str:
         """Do what was asked for with the job's secret; in words."""

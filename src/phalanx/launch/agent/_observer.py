@@ -61,7 +61,7 @@ class Observer:
         self._job = job
         self._log = log or EventLog(None)
         self._metrics = metrics or Metrics()
-        self._node_rank = -1
+        self._node_rank = self._generation = -1
         self._joined_at = time.monotonic()
         self._failed: set[int] = set()
 
@@ -74,16 +74,19 @@ class Observer:
         job, metrics = config.run_id, config.metrics_cfg
         events = EventLog(path, get_event_handler(config.event_log_handler), job=job)
         try:
-            return cls(job, events, Metrics(make_handler(dict(metrics))), watch)
+            handler = make_handler(dict(metrics))
         except OSError as error:
             log.warning("no metrics: %s: %s", ", ".join(f"{k}={v}" for k, v in metrics.items()), error)
             return cls(job, events, watch=watch)
+        if watch is not None:
+            watch.exposition = handler.exposition
+        return cls(job, events, Metrics(handler), watch)
 
     def joining(self) -> None:
         self._joined_at = time.monotonic()
 
-    def generation_formed(self, info: RendezvousInfo) -> None:
-        self._node_rank = info.rank
+    def generation_formed(self, info: RendezvousInfo, num_wanted: int = 0) -> None:
+        self._node_rank, self._generation = info.rank, info.generation
         if self._watch is not None:
             self._watch.formed(info)
         seconds = time.monotonic() - self._joined_at
@@ -93,6 +96,7 @@ class Observer:
                 num_nodes=info.world_size,
                 num_workers=info.num_workers,
                 seconds=seconds,
+                num_wanted=num_wanted,
             )
         )
 
@@ -176,7 +180,7 @@ class Observer:
         self._write(ActionAsked(**self._where(-1), action=action, detail=detail, by="the store"))
 
     def shut_down(self, reason: str, *, succeeded: bool) -> None:
-        self._write(ShutDown(job=self._job, node_rank=self._node_rank, reason=reason, succeeded=succeeded))
+        self._write(ShutDown(**self._where(self._generation), reason=reason, succeeded=succeeded))
 
     def close(self) -> None:
         self._log.close()

@@ -24,8 +24,19 @@ PARSERS = {
     "dashboard": ("phalanx.launch.cli._look_commands", "dashboard_parser"),
     "doctor": ("phalanx.launch.cli._doctor", "doctor_parser"),
 }
-OTHERS = ("completion", "inspect", "export")
-"""Commands of which only the name is completed."""
+OTHERS: dict[str, dict[str, str]] = {
+    "completion": {},
+    "inspect": {"--help": "", "--json": "as JSON"},
+    "export": {
+        "--help": "",
+        "--format": "hf, dcp or torch",
+        "--names": "only tensors whose names fit",
+        "--dtype": "cast floating-point tensors",
+        "--overwrite": "replace what is there",
+        "--json": "say what was written as JSON",
+    },
+}
+"""Commands whose parsers would import torch, which takes seconds that whoever opens a shell would wait for."""
 SHELLS = ("bash", "zsh", "fish")
 
 
@@ -49,7 +60,7 @@ def flags_by_command() -> dict[str, dict[str, str]]:
             for option in action.option_strings
             if option.startswith("--") and "_" not in option
         }
-    return {**found, **{name: {} for name in OTHERS}}
+    return {**found, **OTHERS}
 
 
 def bash(flags: dict[str, dict[str, str]]) -> str:

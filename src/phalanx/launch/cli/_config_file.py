@@ -7,7 +7,6 @@ that does not fit, is an error in one line.
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -52,11 +51,12 @@ def read_config_file(path: str, flags: Sequence[Flag]) -> dict[str, Any]:
 
 
 def _load(path: str) -> dict[str, Any]:
-    if sys.version_info < (3, 11):
-        raise UsageError("--config needs Python 3.11 or later, which reads TOML by itself")
-    tomllib = import_module("tomllib")  # by name: Python 3.10 has none
     try:
-        table: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        toml = import_module("tomllib")
+    except ModuleNotFoundError:  # Python 3.10
+        toml = import_module("tomli")
+    try:
+        table: dict[str, Any] = toml.loads(Path(path).read_text(encoding="utf-8"))
         return table
     except (OSError, ValueError) as error:
         raise UsageError(f"--config {path} cannot be read: {error}") from None

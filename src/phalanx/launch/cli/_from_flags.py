@@ -25,6 +25,9 @@ from phalanx.launch.workers._start import LOCAL_RANK_MACRO
 HEAL_RESTARTS = 100
 """Default of --max-restarts under heal, where replacing one worker costs the others next to nothing."""
 
+HEAL_WINDOW = 3600.0
+"""Seconds in which those are counted if neither is told: a total would be gone some day, however rare failures are."""
+
 OWN_ETCD = 3
 """On how many nodes a job has an etcd of its own when it was given none: it survives the loss of one of them."""
 
@@ -61,9 +64,7 @@ def config_from_args(args: argparse.Namespace, local_size: int) -> LaunchConfig:
         )
     if backend == "static":
         configs["rank"] = args.node_rank
-    max_restarts = args.max_restarts
-    if max_restarts is None:
-        max_restarts = HEAL_RESTARTS if args.on_failure == "heal" else 0
+    max_restarts, window = _budget(args)
     told = {flag.dest: getattr(args, flag.dest) for flag in flags_of(LaunchConfig)}
     together = {
         "min_nodes": min_nodes,
@@ -75,10 +76,21 @@ def config_from_args(args: argparse.Namespace, local_size: int) -> LaunchConfig:
         "rdzv_backend": backend,
         "rdzv_configs": configs,
         "max_restarts": max_restarts,
+        "restart_window": window,
         "log_line_prefix_template": os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         "numa_options": _numa_options(args.numa_binding),
     }
     return LaunchConfig(**{**told, **together})
+
+
+def _budget(args: argparse.Namespace) -> tuple[int, float]:
+    """Return how many restarts there are, and within how many seconds (0: over the whole job)."""
+    heals, told, window = args.on_failure == "heal", args.max_restarts, args.restart_window
+    if window is None:
+        window = HEAL_WINDOW if heals and told is None else 0.0
+    if told is None:
+        told = HEAL_RESTARTS if heals else 0
+    return told, window
 
 
 def _allocation(args: argparse.Namespace) -> NodeAllocation | None:

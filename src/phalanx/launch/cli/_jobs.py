@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -178,3 +179,20 @@ def page_of(store: Store, secret: bytes | None) -> PageClient | None:
         return None if data is None else PageClient(PageAddress.from_json(data).url, secret)
     except RecordError:
         return None
+
+
+def pages_elsewhere(store: Store, secret: bytes | None, *, is_here: bool) -> list[PageClient]:
+    """Return the ways to the pages of a job's agents that can be reached; ``is_here``: but for those of this machine,
+    whose files are read themselves."""
+    from phalanx.protocol import PAGES, PageAddress, RecordError  # start-up
+
+    found: list[PageClient] = []
+    for data in store.items(PAGES).values():
+        try:
+            address = PageAddress.from_json(data)
+        except RecordError:
+            continue
+        is_own = address.host == socket.gethostname()
+        if not (is_own and is_here) and (is_own or not address.is_local):
+            found.append(PageClient(address.url, secret))
+    return found

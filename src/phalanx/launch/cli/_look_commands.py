@@ -12,13 +12,23 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from phalanx.launch.cli._flags import UsageError
-from phalanx.launch.cli._jobs import CommandParser, PageClient, find_job, job_parser, log_dirs_here, open_job, page_of
+from phalanx.launch.cli._jobs import (
+    CommandParser,
+    PageClient,
+    find_job,
+    job_parser,
+    log_dirs_here,
+    open_job,
+    page_of,
+    pages_elsewhere,
+)
 
 LOOK_EVERY = 0.3
 
@@ -32,7 +42,7 @@ def events_parser() -> CommandParser:
 
 
 def logs_parser() -> CommandParser:
-    parser = job_parser("logs", "Show what the workers of a job on this machine wrote to their log files.")
+    parser = job_parser("logs", "Show what the workers of a job wrote to their log files.")
     parser.add_argument("log_dir", nargs="?", default="", help="of a job that ended, or runs elsewhere")
     parser.add_argument("-f", "--follow", action="store_true", help="go on as long as the job does")
     parser.add_argument("--rank", type=int, default=None, help="of this rank only")
@@ -110,12 +120,17 @@ def _events_of_page(page: PageClient, args: Namespace) -> int:
         for one in page.get(f"/api/v1/events?limit=10000{'&bulk=1' if args.all else ''}")["events"]:
             _print_event(one["event"], args)
         return 0
+    from phalanx.events._lines import from_record  # start-up
+    from phalanx.watch._running_nodes import RunningNodes
+
+    nodes = RunningNodes()
     for line in page.lines(f"/events{'?bulk=1' if args.all else ''}"):
         if line.startswith(b"data: "):
             record = json.loads(line[6:])
             _print_event(record, args)
-            if record.get("kind") == "shut_down":
-                return 0
+            with suppress(ValueError):
+                if nodes.ends(from_record(record)):
+                    break
     return 0
 
 
@@ -158,28 +173,67 @@ def _print_event(record: dict[str, Any], args: Namespace) -> None:
 
 
 def _logs(args: Namespace) -> int:
+    from phalanx.watch._log_files import log_files, new_lines  # start-up
+
+    nodes: list[_NodeLogs] = []
     if args.log_dir:
         directories = [_directory(args.log_dir)]
     else:
         job = find_job(args.rdzv_endpoint, args.rdzv_backend, args.rdzv_id)
         directories = [Path(directory) for directory in log_dirs_here(job)]
+        with open_job(job) as (store, secret):
+            nodes = [_NodeLogs(page, args) for page in pages_elsewhere(store, secret, is_here=bool(directories))]
     positions: dict[Path, int] = {}
     found = False
     while True:
         is_over = not args.follow or (_has_ended(directories) if args.log_dir else not log_dirs_here(job))
-        for path, rank, host in _log_files(directories):
-            if (args.rank is None or args.rank == rank) and host.startswith(args.node):
+        for file in log_files(directories):
+            if (args.rank is None or args.rank == file.rank) and file.host.startswith(args.node):
                 found = True
-                for line in _new_lines(path, positions):
-                    _print_line(line, path, rank, args)
-        if is_over:  # asked before the files were read: what was written last is shown
-            break
+                lines, positions[file.path] = new_lines(file.path, positions.get(file.path, 0))
+                for line in lines:
+                    _print_line(line, file.stream, file.rank, args)
+        for node in nodes:
+            found = node.show() or found
+        if is_over and not (args.follow and any(node.answers for node in nodes)):
+            break  # asked before the files were read: what was written last is shown
         time.sleep(LOOK_EVERY)
     if not found:
         raise UsageError(
-            "no log files of such workers are here; run the job with --log-dir DIR --tee 3 (or --redirects 3)"
+            "no log files of such workers are here or at the pages of the job's agents; run it with "
+            "--log-dir DIR --tee 3 (or --redirects 3)"
         )
     return 0
+
+
+class _NodeLogs:
+    """The log files of a node that is another machine, from its agent's page."""
+
+    def __init__(self, page: PageClient, args: Namespace) -> None:
+        self._page = page
+        self._args = args
+        self._since = ""
+        self.answers = True
+
+    def show(self) -> bool:
+        """Print what is new; whether there are lines of such workers."""
+        found = False
+        while self.answers:
+            wish = {"rank": "" if self._args.rank is None else self._args.rank, "node": self._args.node}
+            try:
+                answer = self._page.get(f"/api/v1/logs?{urlencode({**wish, 'since': self._since})}")
+            except UsageError as problem:
+                if not self._since:
+                    print(f"phalanx logs: {problem}", file=sys.stderr)
+                self.answers = False
+                break
+            self._since = answer["since"]
+            for one in answer["lines"]:
+                found = True
+                _print_line(one["line"], one["stream"], one["rank"], self._args)
+            if not answer["more"]:
+                break
+        return found
 
 
 def _has_ended(directories: list[Path]) -> bool:
@@ -189,44 +243,7 @@ def _has_ended(directories: list[Path]) -> bool:
     return all(load_hub(directory).view.is_over for directory in directories)
 
 
-def _log_files(directories: list[Path]) -> Iterator[tuple[Path, int, str]]:
-    """Yield each log file with its worker's rank and host, as the agent's events tell them."""
-    for directory in directories:
-        for events in sorted({*directory.glob("events.jsonl"), *directory.glob("*/events.jsonl")}):
-            who = _started(events)
-            for path in sorted(events.parent.glob("attempt_*/*/std*.log")):
-                attempt, local = path.parent.parent.name.removeprefix("attempt_"), path.parent.name
-                if attempt.isdecimal() and local.isdecimal():
-                    rank, host = who.get((int(attempt), int(local)), (int(local), ""))
-                    yield path, rank, host
-
-
-def _started(events: Path) -> dict[tuple[int, int], tuple[int, str]]:
-    """By generation and local rank: the rank and host of each worker that an agent started."""
-    from phalanx.events._event_types import WorkerStarted  # start-up
-    from phalanx.events._lines import read_events
-
-    return {
-        (event.generation, event.local_rank): (event.rank, event.host)
-        for event in read_events(events)
-        if isinstance(event, WorkerStarted)
-    }
-
-
-def _new_lines(path: Path, positions: dict[Path, int]) -> Iterator[str]:
-    try:
-        with path.open("rb") as file:
-            file.seek(positions.get(path, 0))
-            data = file.read()
-    except OSError:
-        return
-    complete = data[: data.rfind(b"\n") + 1]
-    positions[path] = positions.get(path, 0) + len(complete)
-    yield from complete.decode(errors="replace").splitlines()
-
-
-def _print_line(line: str, path: Path, rank: int, args: Namespace) -> None:
-    stream = path.stem
+def _print_line(line: str, stream: str, rank: int, args: Namespace) -> None:
     if args.json:
         print(json.dumps({"rank": rank, "stream": stream, "line": line}), flush=True)
     else:

@@ -102,14 +102,15 @@ class LaunchConfig:
     restart_window: float = field(
         default=0.0,
         metadata=flag(
-            kind=duration, help="count restarts within this time only, such as 1h or 90s (0: over the whole job)"
+            kind=duration,
+            default=None,
+            help="count restarts within this time only, such as 1h or 90s (0: over the whole job; with heal 1h, if no "
+            "number is given)",
         ),
     )
     max_failures_without_progress: int = field(
         default=3,
-        metadata=flag(
-            kind=int, help="with heal: failures in a row without a new step, after the first, before the job stops"
-        ),
+        metadata=flag(kind=int, help="failures in a row without a new step, after the first, before the job stops"),
     )
     preload: tuple[str, ...] = field(
         default=(),

@@ -4,8 +4,8 @@ Two policies. ``restart``: all workers of the job start anew (torchrun's way). `
 replaced, the others keep their processes, provided that they can regroup; all start anew when they cannot. Both count
 against ``max_restarts`` of the whole job, in all or within a window of time (``_budget``); when it is used up,
 ``restart`` fails and ``heal`` goes on with fewer workers as long as every node that is needed has one. Replacements
-that die one after the other are no failure to heal (``_streak``); a node on which workers die again and again is left
-out.
+that die one after the other are no failure to heal, and where workers report steps (or leave a note of what they
+compute) none to start anew from either (``_streak``); a node on which workers die again and again is left out.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ def on_failure(
         return _shrink(now, f"{reason}; a replacement would fare no better")
     if is_incurable:
         return _fail(now, f"{reason}; a restart cannot cure that")
-    if now.heals and _streak.is_loop(streak, now.max_failures):
+    if (now.heals or _streak.knows_progress(streak)) and _streak.is_loop(streak, now.max_failures):
         if now.may_shrink and _streak.others_go_on(streak) and _can_go_on(now):
             return _shrink(now, f"{reason}; {_streak.describe(streak)}, going on with fewer", limit="progress")
-        why = f"{_streak.describe(streak)}; another would fare no better"
+        why = f"{_streak.describe(streak, starts_anew=not now.heals)}; another would fare no better"
         return _fail(now, f"{reason}; {why}", limit="progress")
     if now.num_left and now.num_nodes - now.num_left < now.min_nodes:
         nodes = "1 node has" if now.num_left == 1 else f"{now.num_left} nodes have"
@@ -213,7 +213,7 @@ def on_lost_contact(now: Situation, judgement: Judgement, hosts_culprit: bool) -
     return replace(recovery, replace=judgement.replace, lost_contact=judgement.row)
 
 
-def on_membership_change(now: Situation, *, reason: str) -> Recovery:
+def on_membership_change(now: Situation, reason: str) -> Recovery:
     """Nodes wait to be admitted, or one was lost."""
     return Recovery(
         action=Action.REGROUP,

@@ -6,6 +6,10 @@ one that counted: workers that die of the same cause one after the other, over s
 one that dies in the same place, computing the same samples for the same step, counts whenever it was started.
 Progress is the furthest step that any worker of the job has reported: going back to a save and dying at the same step
 again is none. Where no worker reports steps, a long life is taken for progress.
+
+The limit is of failures after the first, which came after whatever progress there was. So a node on which workers die
+(``_budget.NODE_FAILURES``) is left out before the job is given up for it; where one place has failed on several
+machines no node is at fault, and there the first counts as well.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ class Death:
     step: int = -1
     """The furthest step that any worker of the generation has reported; -1: none ever did."""
     took_part: bool = False
-    """Whether it has reported a step itself."""
+    """Whether it has reported a step itself; where all start anew, those of any worker are its own."""
     is_killed: bool = False
     """Whether the cause lies outside: a signal that others send, or a peer that went away."""
     lived: float = 0.0
@@ -79,7 +83,16 @@ def after(streak: Streak, death: Death) -> Streak:
 
 def is_loop(streak: Streak, max_errors: int = MAX_ERRORS) -> bool:
     """Return whether the next replacement would fare no better. The first death is nobody's replacement."""
-    return streak.errors > max_errors or streak.kills > MAX_KILLS
+    return streak.errors > max(0, max_errors - _is_on_several_machines(streak)) or streak.kills > MAX_KILLS
+
+
+def knows_progress(streak: Streak) -> bool:
+    """Return whether workers tell how far they got: by steps that they report, or a note of what they compute."""
+    return streak.step >= 0 or bool(streak.place)
+
+
+def _is_on_several_machines(streak: Streak) -> bool:
+    return bool(streak.place) and len(set(streak.hosts)) > 1
 
 
 def others_go_on(streak: Streak) -> bool:
@@ -87,17 +100,21 @@ def others_go_on(streak: Streak) -> bool:
     return streak.step > streak.begin
 
 
-def describe(streak: Streak) -> str:
+def describe(streak: Streak, *, starts_anew: bool = False) -> str:
     """Return why the job does not go on like that: in which place it fails, if it is one.
+
+    ``starts_anew``: after each failure all workers of the job did.
 
     >>> describe(Streak(errors=4, place="step 812, slot 5, samples 3, 17", workers=("a", "b"), hosts=("x", "y")))
     'step 812, slot 5, samples 3, 17 failed on workers a, b: the code or the data, not the machine'
     """
     if streak.place and len(streak.workers) > 1:
-        if len(set(streak.hosts)) > 1:
+        if _is_on_several_machines(streak):
             cause = "the code or the data, not the machine"
         else:
             cause = f"the code or the data (all of them ran on {streak.hosts[0]})"
         return f"{streak.place} failed on workers {', '.join(streak.workers)}: {cause}"
     count = streak.errors + streak.kills - 1
+    if starts_anew:
+        return f"{count} starts in a row failed without a step that the job had not reached before"
     return f"{count} replacements in a row died without a step of their own"

@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 KILL_PATIENCE = 20.0
 """Seconds after SIGKILL before a worker counts as stuck in the kernel."""
 
+CAUSE_PATIENCE = 2.0
+"""Seconds in which the worker that others complain of ends too: it has left the group, and its interpreter closes."""
+
 SETTLED = 0.5
 """Seconds after which workers have started, or gone on, and a fork disturbs nobody."""
 
@@ -324,9 +327,19 @@ class WorkerPool:
         return unheard
 
     def failures_among(self, worker_ids: Sequence[str]) -> list[ProcessFailure]:
-        """Return the failures of those of these workers that have ended otherwise than well."""
+        """Return the failures of those of these workers that have ended otherwise than well.
+
+        Where they only complain of another one, which may be about to end here, it is waited for a moment.
+        """
         workers = [self.workers[worker_id] for worker_id in worker_ids]
-        return [self.failure_of(m) for m in workers if not m.is_running and not m.has_succeeded]
+        until = time.monotonic() + CAUSE_PATIENCE
+        while True:
+            failures = [self.failure_of(m) for m in workers if not m.is_running and not m.has_succeeded]
+            running = [m for m in workers if m.is_running]
+            left = until - time.monotonic()
+            if not running or left <= 0 or not all(failure.is_complaint for failure in failures):
+                return failures
+            self._wait(running, left, can_hurry=False, for_all=False)
 
     def ask_to_leave(self, worker_ids: Collection[str]) -> None:
         """Ask those of these workers that run, and have not been asked yet, to leave at their next step boundary."""
@@ -372,10 +385,11 @@ class WorkerPool:
         with self._changed:
             self._changed.wait_for(lambda: len(self.running) < num_running, seconds)
 
-    def _wait(self, workers: Sequence[WorkerHandle], seconds: float, *, can_hurry: bool) -> bool:
+    def _wait(self, workers: Sequence[WorkerHandle], seconds: float, *, can_hurry: bool, for_all: bool = True) -> bool:
+        """Return whether these workers, or one of them, have ended within the time."""
         until = time.monotonic() + seconds
         with self._changed:
-            while any(worker.is_running for worker in workers):
+            while (any if for_all else all)(worker.is_running for worker in workers):
                 left = until - time.monotonic()
                 if left <= 0 or (can_hurry and self._hurry.is_set()):
                     return False

@@ -23,6 +23,8 @@ from torch import Tensor
 from phalanx.storage._tensor_dtypes import DTYPES as DTYPES
 from phalanx.storage._tensor_dtypes import NAMES as NAMES
 
+METADATA = "__metadata__"
+"""The entry of a header that is no tensor; tools of Hugging Face ask it which framework the tensors are of."""
 _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE of Linux
 
 
@@ -43,7 +45,9 @@ def layout(
 ) -> tuple[bytes, dict[str, TensorEntry], int]:
     """Return the head of a file with these tensors, where each will be, and the size of the file. Wide elements come
     first."""
-    described: dict[str, Any] = {}
+    if METADATA in tensors:
+        raise ValueError(f"a tensor is called {METADATA}, which safetensors files keep for themselves; rename it")
+    described: dict[str, Any] = {METADATA: {"format": "pt"}}
     ends: dict[str, tuple[int, int]] = {}
     position = 0
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
