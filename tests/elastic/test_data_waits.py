@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from log_lines import read_lines
 from phalanx.comm import simulate
 from phalanx.elastic import Job, RunOptions
 from phalanx.elastic._dealing import WINDOW
 from phalanx.elastic.tools import _step_clock
 from phalanx.events._event_types import WorkerStepTimes
-from phalanx.events._writer import read_lines
 from phalanx.watch._files import read_job_events
 from phalanx.watch._paces import Paces, compare, in_words
 

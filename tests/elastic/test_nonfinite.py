@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+from log_lines import read_lines
 from phalanx.comm import simulate
 from phalanx.elastic import DataOptions, Guard, Job, NonFinite, Outcome, RunOptions, Saves
 from phalanx.elastic._guard import BAD_GRADIENT, Reaction, SlotReport, StepFacts, decide, explain
 from phalanx.elastic._guarding import is_finite
 from phalanx.elastic.audit import check_directory
 from phalanx.elastic.checkpoint._save_folder import find_save, good_save
-from phalanx.events._writer import read_lines
 
 NAN, INF = math.nan, math.inf
 STEP, SLOT = 2, 3

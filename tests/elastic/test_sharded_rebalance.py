@@ -13,11 +13,11 @@ from scripted_world import Die
 from sharded_training import make_job, train, weights
 from sharded_world import Fault, ShardedWorld
 
+from log_lines import read_lines
 from phalanx.comm import observe
 from phalanx.elastic import RunOptions
 from phalanx.elastic.audit import check_directory
 from phalanx.elastic.sharded import _sharding, _slices
-from phalanx.events._writer import read_lines
 
 pytestmark = pytest.mark.timeout(600)
 
