@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +91,14 @@ class World:
 
         self.threads.append(threading.Thread(target=main, daemon=True))
         self.threads[-1].start()
+
+    def await_newcomer(self) -> None:
+        """In a worker's thread: until this worker knows that it is to regroup at the next boundary."""
+        until = time.monotonic() + 100
+        while not self._local.coordinator.signals.wish:
+            assert time.monotonic() < until, "no worker asked for a place"
+            self.check_time()
+            time.sleep(0.01)
 
     def train(self, on_step, after, on_commit) -> object:
         generator = torch.Generator().manual_seed(0)

@@ -102,6 +102,7 @@ def test_a_kill_and_a_join_give_the_digest_of_an_undisturbed_run(make_dataset, t
     def watch(job, step):
         if step.number == 5:
             at_work.set()
+            world.await_newcomer()
 
     def die(job, step):
         if step.number == 4:

@@ -42,7 +42,7 @@ class StuckProcess(WorkerProcess):
 
     def __init__(self, pid: int, dies_by: int | None) -> None:
         ours, self.theirs = socket.socketpair()
-        super().__init__(pid, ours)
+        super().__init__(pid, ours, ours)
         self.got: list[int] = []
         self.dies_by = dies_by
         self.pool: WorkerPool | None = None
@@ -230,7 +230,7 @@ def test_stacks_are_read_when_all_is_written_and_not_waited_for_from_who_writes_
             monkeypatch.setattr(_hang_watch, "_PATIENCE", 100)
             monkeypatch.setattr(WorkerProcess, "send_signal", lambda self, sent, **_: os.kill(self.pid, sent))
             ours, theirs = socket.socketpair()
-            process = WorkerProcess(slow.pid, ours)
+            process = WorkerProcess(slow.pid, ours, ours)
             assignment = SimpleNamespace(rank=0, worker_id="w")
             pool = SimpleNamespace(running=[WorkerHandle(assignment=assignment, process=process, stacks_file=str(log))])
             assert slow.stdout.readline() == "ready\n"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -139,3 +142,33 @@ def test_a_process_with_more_than_a_thousand_descriptors_reaps_its_zygote():
     finally:
         for fd in spare:
             os.close(fd)
+
+
+def test_what_is_sent_beside_an_order_kills_nobody_and_the_end_of_the_agent_kills(tmp_path):
+    """The kernel may tell of the last bytes of an order when the worker runs already: it must not be what ends it."""
+    orders, lifeline = socket.socketpair(), socket.socketpair()
+    mark = tmp_path / "runs"
+    waits = f"import pathlib, time; pathlib.Path({str(mark)!r}).touch(); time.sleep(600)"
+    order = {"kind": "exec", "command": [sys.executable, "-S", "-c", waits], "env": {}, "cpus": [], "cwd": "/"}
+    fds = [orders[1].fileno(), lifeline[1].fileno()]
+    code = (
+        "import os, socket, sys; from phalanx.launch.workers._child import run_parked; os.setsid();"
+        "run_parked(*(socket.socket(fileno=int(fd)) for fd in sys.argv[1:]), {})"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, *map(str, fds)], pass_fds=fds) as child:
+        try:
+            for end in (orders[1], lifeline[1]):
+                end.close()
+            watched = os.dup(orders[0].fileno())
+            worker = WorkerProcess(child.pid, orders[0], lifeline[0])
+            worker.order({**order, "name": "late"}, {})
+            with socket.socket(fileno=watched) as late, contextlib.suppress(BrokenPipeError):
+                late.send(b"late")
+            until = time.monotonic() + 100
+            while not mark.exists() and child.poll() is None and time.monotonic() < until:
+                time.sleep(0.02)
+            assert mark.exists() and child.poll() is None
+            worker.let_go()
+            assert child.wait(100) == -signal.SIGKILL
+        finally:
+            child.kill()

@@ -38,14 +38,19 @@ EXIT_CANNOT_START = 127
 """Exit code, and with it a ``start`` error file, of a worker whose command could not be executed."""
 
 
-def run_parked(orders: socket.socket, functions: FunctionTable) -> NoReturn:
-    """Wait for the order and carry it out; without one (the agent is gone) just end."""
+def run_parked(orders: socket.socket, lifeline: socket.socket, functions: FunctionTable) -> NoReturn:
+    """Wait for the order and carry it out; without one (the agent is gone) just end.
+
+    ``lifeline`` carries nothing, ever. The kernel tells of bytes on ``orders`` after it has given them to us: where the
+    sender's processor was taken away in between, ``die_with_peer`` on that socket would kill whom it gave its order.
+    """
     received = receive_message(orders)
-    if received is None or not _linux.die_with_peer(orders):
+    orders.close()
+    if received is None or not _linux.die_with_peer(lifeline):
         os._exit(0)
     order, fds = received
     fd_of = dict(zip(order["fds"], fds, strict=True))
-    fd_of["agent"] = orders.detach()  # stays open: its other end is closed when the agent ends, however it does
+    fd_of["agent"] = lifeline.detach()  # stays open: its other end is closed when the agent ends, however it does
     code = 1
     try:
         become_worker(order, fd_of)

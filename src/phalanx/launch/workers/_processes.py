@@ -18,9 +18,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from typing import Any
 
 from phalanx.comm._background import Background, start
@@ -46,25 +47,22 @@ class ProcessStartError(PhalanxError, RuntimeError):
 class WorkerProcess:
     """Stands for a process that the zygote forked: parked until ``order``, then a worker."""
 
-    def __init__(self, pid: int, orders: socket.socket) -> None:
+    def __init__(self, pid: int, orders: socket.socket, lifeline: socket.socket) -> None:
         self.pid = pid
         self.exit_code: int | None = None
         self.ended_at = 0.0
         """When the zygote saw its end: the agent may be busy and hear of several ends at once."""
         self.is_parked = True
-        self._orders: socket.socket | None = orders
+        self._orders = orders
+        self._lifeline = lifeline
         """Kept open while it lives: the kernel kills it when this end is closed."""
 
     def order(self, order: Mapping[str, Any], fds: Mapping[str, int]) -> None:
         """Let the parked process become a worker. A process that died meanwhile is reported by its exit alone."""
         assert self.is_parked, f"process {self.pid} has its order already"
         self.is_parked = False
-        if self._orders is None:
-            return  # it has just ended
-        try:
+        with self._orders, suppress(OSError):
             send_message(self._orders, {**order, "fds": list(fds)}, list(fds.values()))
-        except OSError:
-            pass
 
     @property
     def waits(self) -> bool:
@@ -83,10 +81,8 @@ class WorkerProcess:
         self.let_go()
 
     def let_go(self) -> None:
-        """Close the connection to it: whatever is left of it is killed."""
-        orders, self._orders = self._orders, None
-        if orders is not None:
-            orders.close()
+        """Close the connections to it: whatever is left of it is killed."""
+        _close_all((self._orders, self._lifeline))
 
     def send_signal(self, signum: int, *, to_group: bool = True) -> None:
         """Signal the worker's process group, or it alone; nothing happens when it is gone."""
@@ -107,7 +103,7 @@ class Zygote:
         self._child = child
         self._send_lock = threading.Lock()
         self._lock = threading.Lock()
-        self._forks: dict[str, tuple[Future[WorkerProcess], socket.socket]] = {}
+        self._forks: dict[str, tuple[Future[WorkerProcess], tuple[socket.socket, socket.socket]]] = {}
         self._processes: dict[int, WorkerProcess] = {}
         self._ready: Future[None] = Future()
         self._on_exit: Callable[[WorkerProcess], None] = lambda process: None
@@ -181,25 +177,25 @@ class Zygote:
 
     def park(self, timeout: float = START_TIMEOUT) -> WorkerProcess:
         """Fork a new process that waits for its order."""
-        ours, theirs = socket.socketpair()
+        orders, lifeline = socket.socketpair(), socket.socketpair()
         future: Future[WorkerProcess] = Future()
         with self._lock:
             token = str(self._count)
             self._count += 1
-            self._forks[token] = (future, ours)
+            self._forks[token] = (future, (orders[0], lifeline[0]))
             is_gone = self.is_gone
         try:
             if is_gone:
                 raise ProcessStartError(f"the zygote (pid {self.pid}) is gone; no worker can be started")
             with self._send_lock:
-                send_message(self._sock, {"kind": "fork", "token": token}, [theirs.fileno()])
+                send_message(self._sock, {"kind": "fork", "token": token}, [orders[1].fileno(), lifeline[1].fileno()])
             return future.result(timeout)
         except FutureTimeoutError:
             raise ProcessStartError(f"the zygote (pid {self.pid}) did not fork within {timeout:g} s") from None
         except OSError as error:
             raise ProcessStartError(f"the zygote (pid {self.pid}) is gone: {error}") from error
         finally:
-            theirs.close()
+            _close_all((orders[1], lifeline[1]))
 
     def close(self) -> None:
         """Kill every process that is left, end the zygote and reap it. A second call does nothing."""
@@ -272,14 +268,14 @@ class Zygote:
             self.is_idle = True
         elif kind == "forked":
             with self._lock:
-                future, orders = self._forks.pop(message["token"])
-                process = WorkerProcess(message["pid"], orders)
+                future, ends = self._forks.pop(message["token"])
+                process = WorkerProcess(message["pid"], *ends)
                 self._processes[process.pid] = process
             future.set_result(process)
         elif kind == "fork_failed":
             with self._lock:
-                future, orders = self._forks.pop(message["token"])
-            orders.close()
+                future, ends = self._forks.pop(message["token"])
+            _close_all(ends)
             future.set_exception(ProcessStartError(f"fork failed: {message['error']}"))
         elif kind == "exited":
             with self._lock:
@@ -297,8 +293,8 @@ class Zygote:
             processes, self._processes = self._processes, {}
         if not self._ready.done():
             self._ready.set_exception(ProcessStartError(f"the zygote (pid {self.pid}) died while starting"))
-        for future, orders in forks.values():
-            orders.close()
+        for future, ends in forks.values():
+            _close_all(ends)
             future.set_exception(ProcessStartError(f"the zygote (pid {self.pid}) is gone"))
         for process in processes.values():
             process.discard()
@@ -312,6 +308,11 @@ class Zygote:
                 self._on_exit(process)
         if not self._is_closed:
             self._on_gone(self)
+
+
+def _close_all(ends: Iterable[socket.socket]) -> None:
+    for end in ends:
+        end.close()
 
 
 def _adopt(process: WorkerProcess, on_exit: Callable[[WorkerProcess], None]) -> Background:

@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -148,11 +148,11 @@ class _Server:
             self.end()
         message, fds = received
         if message["kind"] == "fork":
-            self._fork(message["token"], fds[0])
+            self._fork(message["token"], fds)
         elif message["kind"] == "end":
             self.end()
 
-    def _fork(self, token: str, order_fd: int) -> None:
+    def _fork(self, token: str, fds: list[int]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         # A SIGTERM that comes to the fork before it has its own disposition waits: our handler would end all workers.
@@ -162,25 +162,24 @@ class _Server:
             if pid == 0:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
         except OSError as error:
-            os.close(order_fd)
+            _close_all(fds)
             self.say({"kind": "fork_failed", "token": token, "error": str(error)})
             return
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if pid == 0:
-            self._become_worker(order_fd)
-        os.close(order_fd)
+            self._become_worker(*fds)
+        _close_all(fds)
         self._workers.add(pid)
         self.say({"kind": "forked", "token": token, "pid": pid})
 
-    def _become_worker(self, order_fd: int) -> NoReturn:
+    def _become_worker(self, order_fd: int, lifeline_fd: int) -> NoReturn:
         signal.set_wakeup_fd(-1)
         *fds, selector = self._not_for_children
         selector.close()
-        for fd in fds:
-            os.close(fd)
+        _close_all(fds)
         os.setsid()
-        run_parked(socket.socket(fileno=order_fd), self._functions)
+        run_parked(socket.socket(fileno=order_fd), socket.socket(fileno=lifeline_fd), self._functions)
 
     def _reap(self) -> None:
         while True:
@@ -233,6 +232,11 @@ class _Server:
                     pass
             _reap_for(0.05)
         os._exit(0)
+
+
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _reap_for(seconds: float) -> None:
