@@ -74,8 +74,9 @@ def test_replacements_that_crash_one_after_the_other_end_the_job(launcher, tmp_p
     script.write_text(CRASHES)
     agent = launcher.run("--nproc-per-node", 2, *HEAL, script, tmp_path / "starts", kind)
     assert agent.wait() == 1
-    assert len(lines(tmp_path / "starts")) <= 2 * 4, agent.output  # the first two, and three times again
-    assert "3 replacements in a row died without a step of their own" in agent.output
+    # The first two, and three times again; beside each that counts one may die that was started before the last did.
+    assert len(lines(tmp_path / "starts")) <= 2 + 3 * 3, agent.output
+    assert "3 replacements in a row died without a step of their own" in agent.output, agent.output
     assert "NameError" in agent.output.partition("Root cause")[2].partition("Other failures")[0]
     launcher.wait_until_empty()
 
