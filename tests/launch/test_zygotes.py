@@ -167,7 +167,8 @@ def test_what_is_sent_beside_an_order_kills_nobody_and_the_end_of_the_agent_kill
             until = time.monotonic() + 100
             while not mark.exists() and child.poll() is None and time.monotonic() < until:
                 time.sleep(0.02)
-            assert mark.exists() and child.poll() is None
+            assert mark.exists()
+            assert child.poll() is None
             worker.let_go()
             assert child.wait(100) == -signal.SIGKILL
         finally:
