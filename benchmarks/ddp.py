@@ -1,14 +1,16 @@
 """Step times of our DistributedDataParallel over torch's on gloo, interleaved in the same two processes.
 
-    python -m benchmarks.ddp [--rounds 28] [--only small,transformer,bound] [--no-memory]
+    python -m benchmarks.ddp [--rounds 32] [--only small,transformer,bound] [--no-memory]
 
 Models: 2,000 small parameters; a 25M-parameter transformer; one wide layer that is mostly communication. Ours runs on
 the same gloo group as torch's (ratio "gloo") and on the fastest group for one host (ratio "same host"), each with and
 without an fp16 hook, each plain and with views (``gradient_as_bucket_view``). "by hand" is the least that a step on
 gloo can cost: the plain model, its gradients in one flat buffer, and one all-reduce of that after backward; "alone" is
-the plain model without any reduction. A step is zero_grad, forward, backward (no optimizer). Each round runs every
-variant once, plain and views alike, in an order in which each follows each other one equally often; the numbers are
-medians over rounds and the worse of the two ranks. Memory is the peak resident size of a process of its own per
+the plain model without any reduction; "torch again" is a second wrapper of torch's with the same setting: how far it is
+from 1.00 says what the run cannot tell apart. A step is zero_grad, forward, backward (no optimizer). Each round runs
+every variant once, plain and views alike, in an order in which each follows each other one equally often; the numbers
+are medians over rounds and the worse of the two ranks. Beside the time that passed stands a step's processor time, the
+mean of the ranks, which other processes disturb less. Memory is the peak resident size of a process of its own per
 variant, and beside it the largest proportional size (shared pages count by share) after a step, where the system
 tells it.
 """
@@ -16,6 +18,7 @@ tells it.
 from __future__ import annotations
 
 import argparse
+import gc
 import resource
 import statistics
 import sys
@@ -38,7 +41,7 @@ from phalanx.ddp.hooks import default as our_hooks
 
 WORLD = 2
 GOALS = {"small": 0.80, "transformer": 0.75, "bound": 0.55}
-WRAPPED = ("torch", "gloo", "same host", "torch fp16", "gloo fp16", "same host fp16")
+WRAPPED = ("torch", "torch again", "gloo", "same host", "torch fp16", "gloo fp16", "same host fp16")
 VARIANTS = ("by hand", "alone", *(f"{variant} {view}" for view in ("plain", "views") for variant in WRAPPED))
 WARM_UP = 5
 """Rounds that are not counted: they warm up, learn the order and tune bucket sizes."""
@@ -118,7 +121,7 @@ def build(variant: str, make: Callable[[], nn.Module], groups: dict[str, Group])
         return make()
     wrapped, _, kept = variant.rpartition(" ")
     base, view = wrapped.removesuffix(" fp16"), kept == "views"
-    if base == "torch":
+    if base.startswith("torch"):
         model: Any = TorchDDP(make(), gradient_as_bucket_view=view)
         hook: Any = torch_hooks.fp16_compress_hook
     else:
@@ -129,13 +132,14 @@ def build(variant: str, make: Callable[[], nn.Module], groups: dict[str, Group])
     return model
 
 
-def step(model: nn.Module, x: Tensor) -> float:
+def step(model: nn.Module, x: Tensor) -> tuple[float, float]:
+    """Seconds that passed, and seconds of the processor."""
     model.zero_grad()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     model(x).sum().backward()
     if isinstance(model, ByHand):
         model.reduce()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - used
 
 
 def connect_groups(rank: int, url: str, variants: Sequence[str]) -> dict[str, Group]:
@@ -156,8 +160,10 @@ def times(rank: int, url: str, name: str, rounds: int, pipe: Any) -> None:
     models = {variant: build(variant, make, groups) for variant in VARIANTS}
     torch.manual_seed(rank)
     x = data()
-    taken: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    taken: dict[str, list[tuple[float, float]]] = {variant: [] for variant in VARIANTS}
     turns = orders(VARIANTS)
+    gc.collect()
+    gc.freeze()  # the collector looks at what a step makes, as it would of one model alone, not at all the variants
     for round_number in range(WARM_UP + rounds):
         for variant in turns[round_number % len(turns)]:
             dist.barrier()
@@ -165,7 +171,8 @@ def times(rank: int, url: str, name: str, rounds: int, pipe: Any) -> None:
             if round_number >= WARM_UP:
                 taken[variant].append(seconds)
     backends = {key: group.backend for key, group in groups.items()}
-    pipe.send(({variant: statistics.median(values) for variant, values in taken.items()}, backends))
+    medians = {variant: tuple(map(statistics.median, zip(*values, strict=True))) for variant, values in taken.items()}
+    pipe.send((medians, backends))
 
 
 def proportional_kib() -> int:
@@ -195,24 +202,29 @@ def memory(rank: int, url: str, name: str, variant: str, pipe: Any) -> None:
 def report_times(name: str, rounds: int) -> None:
     """Measure and record a model: ours over torch's with the same setting and hook, and views over plain."""
     answers = answers_of(times, WORLD, name, rounds)
-    worst = {variant: max(answer[0][variant] for answer in answers) for variant in VARIANTS}
+    worst = {variant: max(answer[0][variant][0] for answer in answers) for variant in VARIANTS}
+    used = {variant: statistics.mean(answer[0][variant][1] for answer in answers) for variant in VARIANTS}
 
-    def tell(view: str, variant: str, seconds: float, base: float, goal: float | str = "") -> None:
-        case = f"{name:14s} {view:16s} {variant:16s}"
-        print(f"{case} {seconds * 1e3:9.2f} {seconds / base:10.2f} {goal!s:>6s}", flush=True)
+    def tell(kind: str, view: str, variants: tuple[str, str], goal: float | str = "") -> None:
+        """Of both times, the first of ``variants`` over the second."""
+        label = variants[0].removesuffix(f" {view}")
+        said = f"{name:14s} {view:16s} {label:16s}"
+        for start, seconds in (("ddp", worst), ("ddp/processor", used)):
+            ours, base = (seconds[variant] for variant in variants)
+            said += f" {ours * 1e3:9.2f} {ours / base:10.2f}"
+            if variants[0] != variants[1]:
+                record(f"{start}/{kind}/{label.removesuffix(' views')}", "ms", ours * 1e3, base * 1e3)
+        print(f"{said} {goal!s:>6s}", flush=True)
 
     for view in ("plain", "views"):
         for variant in ("by hand", "alone", *WRAPPED):
-            seconds = worst.get(variant) or worst[f"{variant} {view}"]
-            base = worst[f"torch fp16 {view}" if variant.endswith(" fp16") else f"torch {view}"]
+            whole = variant if variant in worst else f"{variant} {view}"
+            base = f"torch fp16 {view}" if variant.endswith(" fp16") else f"torch {view}"
             goal = {"gloo": 0.95, "same": GOALS[name]}.get(variant.split()[0], "")
-            tell(view, variant, seconds, base, goal)
-            if not variant.startswith("torch"):
-                record(f"ddp/{name}/{view}/{variant}", "ms", seconds * 1e3, base * 1e3)
+            tell(f"{name}/{view}", view, (whole, base), goal)
     for variant in WRAPPED:
-        views, plain = worst[f"{variant} views"], worst[f"{variant} plain"]
-        tell("views over plain", variant, views, plain, "" if variant.startswith("torch") else 1.0)
-        record(f"ddp/views over plain/{name}/{variant}", "ms", views * 1e3, plain * 1e3)
+        goal = "" if variant.startswith("torch") else 1.0
+        tell(f"views over plain/{name}", "over plain", (f"{variant} views", f"{variant} plain"), goal)
     print(f"{'':14s} same host is the backend {answers[0][1].get('same host')!r}")
 
 
@@ -235,7 +247,9 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(MODELS))
     parser.add_argument("--no-memory", action="store_true")
     options = parser.parse_args()
-    print(f"{'model':14s} {'gradients':16s} {'variant':16s} {'ms':>9s} {'over torch':>10s} {'goal':>6s}")
+    columns = f"{'ms':>9s} {'over torch':>10s}"
+    print(f"{'':48s} {'passed':>20s} {'of the processor':>20s}")
+    print(f"{'model':14s} {'gradients':16s} {'variant':16s} {columns} {columns} {'goal':>6s}")
     for name in options.only.split(","):
         report_times(name, options.rounds)
     if not options.no_memory:

@@ -110,15 +110,15 @@ def compiled(found: Figures) -> Iterable[Sequence[str]]:
 DDP_MODELS = {"small": "2,000 small parameters", "transformer": "25M transformer", "bound": "communication-bound"}
 
 
-def ddp(found: Figures) -> Iterable[Sequence[str]]:
-    variants = ("alone", "by hand", "gloo", "same host", "gloo fp16", "same host fp16")
+def ddp(found: Figures, start: str = "ddp") -> Iterable[Sequence[str]]:
+    variants = ("torch again", "alone", "by hand", "gloo", "same host", "gloo fp16", "same host fp16")
     goals = {"small": 0.80, "transformer": 0.75, "bound": 0.55}
     carriers = "gloo (0.95)", "same host", "gloo, fp16 hook (0.95)", "same host, fp16 hook"
-    yield "model", "no DDP", "by hand on gloo", *carriers
+    yield "model", "torch again", "no DDP", "by hand on gloo", *carriers
     for name, goal in goals.items():
         cells = []
         for variant in variants:
-            values = [part(found.get(f"ddp/{name}/{view}/{variant}")) for view in ("plain", "views")]
+            values = [part(found.get(f"{start}/{name}/{view}/{variant}")) for view in ("plain", "views")]
             limit = {"gloo": 0.95, "same": goal}.get(variant.split()[0], math.inf)
             marked = [f"**{value}**" if value and float(value) > limit else value for value in values]
             said = " / ".join(marked) if any(values) else "not measured"
@@ -126,19 +126,23 @@ def ddp(found: Figures) -> Iterable[Sequence[str]]:
         yield DDP_MODELS[name], *cells
 
 
+def ddp_processor(found: Figures) -> Iterable[Sequence[str]]:
+    return ddp(found, "ddp/processor")
+
+
 def ddp_views(found: Figures) -> Iterable[Sequence[str]]:
     variants = {"torch": "torch", "gloo": "gloo (1.00)", "same host": "same host (1.00)"}
     variants |= {f"{name} fp16": f"{title.partition(' (')[0]}, fp16 hook" for name, title in variants.items()}
+    variants = {"torch again": "torch again"} | variants
     yield "model", *variants.values()
     for name, title in DDP_MODELS.items():
-        values = {variant: part(found.get(f"ddp/views over plain/{name}/{variant}")) for variant in variants}
-        yield (
-            title,
-            *(
+        for kind, start in (("", "ddp"), (", processor", "ddp/processor")):
+            values = {variant: part(found.get(f"{start}/views over plain/{name}/{variant}")) for variant in variants}
+            marked = (
                 f"**{value}**" if value and float(value) > 1 and not variant.startswith("torch") else value
                 for variant, value in values.items()
-            ),
-        )
+            )
+            yield title + kind, *marked
 
 
 def ddp_memory(found: Figures) -> Iterable[Sequence[str]]:
@@ -467,6 +471,7 @@ TABLES = {
     "compiled": Table("compile", compiled),
     "ddp": Table("ddp", ddp),
     "ddp_memory": Table("ddp", ddp_memory, "ddp/memory/plain/"),
+    "ddp_processor": Table("ddp", ddp_processor, "ddp/processor/"),
     "ddp_views": Table("ddp", ddp_views, "ddp/views over plain/"),
     "dtensor": Table("dtensor", dtensor),
     "elastic": Table("elastic", elastic, "elastic/kill/"),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from meshes import on_mesh, whole
 from torch import nn
 
-from phalanx.tensor import Replicate, Shard, distribute_tensor, fallback_counts
+from phalanx.tensor import Partial, Replicate, Shard, distribute_tensor, fallback_counts
 from phalanx.tensor.debug import CommDebugMode
 
 pytestmark = pytest.mark.fast
@@ -207,3 +207,23 @@ def test_indexing_by_tensors_along_whole_dims_sends_nothing(name: str) -> None:
         torch.testing.assert_close(x.grad.full_tensor(), reference.grad)
 
     on_mesh(body, 3)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_where_elimination_failed_is_no_sum_over_ranks(op: str) -> None:
+    torch.manual_seed(3)
+    plain = torch.randn(3, 4, 4).double()
+    plain[1, 2] = plain[1, 1]
+    right = torch.randn(3, 4, 2).double()
+
+    def body(mesh: Any) -> None:
+        matrix = distribute_tensor(plain, mesh, [Replicate()], src_data_rank=None)
+        parts = distribute_tensor(right, mesh, [Replicate()], src_data_rank=None).redistribute(placements=[Partial(op)])
+        (result, info), counts, _ = sent(torch.linalg.solve_ex, matrix, parts)
+        expected, at = torch.linalg.solve_ex(plain, right)
+        assert not counts
+        assert at[1] > 0
+        assert torch.equal(info.full_tensor(), at)
+        torch.testing.assert_close(result.full_tensor()[::2], expected[::2])
+
+    on_mesh(body, 2)

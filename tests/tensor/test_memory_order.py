@@ -69,6 +69,7 @@ MADE: dict[str, Callable[[Any], Any]] = {
     "a slice of it": lambda x: x[1:].relu(),
     "expanded": lambda x: x[:1].expand(3, -1, -1).relu(),
     "normalised": lambda x: torch.nn.functional.batch_norm(x, None, None, training=True),
+    "its last dims normalised": lambda x: torch.nn.functional.rms_norm(x, x.shape[1:]),
 }
 
 

@@ -231,7 +231,7 @@ def rms_norm(func: Any, args: Any, kwargs: Any) -> Any:
     if not fits or not any(p.is_shard(d) for p in x.placements for d in dims) or any(map(_is_partial, x.placements)):
         return run_rule(func, args, kwargs)
     result = x * torch.rsqrt((x * x).mean(dims, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps))
-    return result if weight is None else result * weight
+    return (result if weight is None else result * weight).contiguous()  # as torch's is, in whatever order x lies
 
 
 def _is_partial(placement: Any) -> bool:

@@ -17,7 +17,7 @@ from phalanx.tensor.ops.rules._pointwise import broadcast_shape
 def batched(*cores: int, linear: int = -1) -> Rule:
     """Make the rule of a function that takes the last ``cores[i]`` dims of input i together.
 
-    ``linear``: the input that may be a partial sum, with results that are so too.
+    ``linear``: the input that may be a partial sum, with a first result that is so too; others do not depend on it.
     """
 
     def rule(call: Call) -> Sharding | None:
@@ -64,7 +64,7 @@ def _with_partial(call: Call, choices: list[Choice], linear: int, num_outputs: i
         for op in LINEAR_OPS:
             if any(p.is_partial(op) for p in call.inputs[linear].spec.placements):
                 inputs = tuple(Partial(op) if i == linear else REPLICATE for i in range(len(call.inputs)))
-                choices.append(Choice(inputs, (Partial(op),) * num_outputs))
+                choices.append(Choice(inputs, (Partial(op), *(REPLICATE,) * (num_outputs - 1))))
     return Sharding([*choices, all_replicated(call, num_outputs)])
 
 
