@@ -24,7 +24,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from fsdp.models import Block, batch, build
 from fsdp.ranks import on_ranks, shard
 from fsdp.test_gradients_of_gradients import assert_same_gradients
-from phalanx.fsdp import fully_shard
 from phalanx.tensor import DTensor, distribute_tensor
 
 
@@ -40,9 +39,7 @@ def _saves_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> C
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "checkpoint": checkpoint_wrapper,
-    "selective": partial(
-        checkpoint_wrapper, context_fn=partial(create_selective_checkpoint_contexts, _saves_products)
-    ),
+    "selective": partial(checkpoint_wrapper, context_fn=partial(create_selective_checkpoint_contexts, _saves_products)),
     "reentrant": partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT),
     "offload": offload_wrapper,
 }
