@@ -183,10 +183,10 @@ def show_memory(name: str, size: int) -> None:
             flush=True,
         )
         if variant != "torch":
-            record(f"fsdp/{name}/{size} ranks/{variant}/peak", "MiB", resident, base)
-            record(f"fsdp/{name}/{size} ranks/{variant}/proportional", "MiB", fair, base_fair)
+            record(f"fsdp/memory/{name}/{size} ranks/{variant}/peak", "MiB", resident, base)
+            record(f"fsdp/memory/{name}/{size} ranks/{variant}/proportional", "MiB", fair, base_fair)
         if variant in GOALS:
-            record(f"fsdp/{name}/{size} ranks/{variant}/over computed", "MiB", fair, computed)
+            record(f"fsdp/memory/{name}/{size} ranks/{variant}/over computed", "MiB", fair, computed)
 
 
 def computed_mib(name: str, size: int) -> float:

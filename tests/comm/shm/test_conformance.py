@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from comm.shm.test_random import TINY, on_threads
-from comm.test_collectives import CASES, WORLD
+from comm.test_collectives import ONE_LEVEL_CASES, WORLD
 from phalanx.comm import Group
 from processes import run_processes
 
 
 def run_all_cases(worker) -> str:
     group = worker.group(backend="auto")
-    for case in CASES:
+    for case in ONE_LEVEL_CASES:
         case(group)
         group.barrier()
     return group.backend

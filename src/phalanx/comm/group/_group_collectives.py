@@ -168,15 +168,9 @@ class Collectives(TorchCalls):
         op: ReduceOp | str = "sum",
         *,
         async_op: bool = False,
-        scratch: bool = False,
     ) -> Work:
-        """``tensor`` holds one equal part per rank; ``output`` becomes the reduction of this rank's part.
-
-        ``scratch``: nobody needs what is in ``tensor`` afterwards, so that gloo, which reduces in its input, copies
-        nothing.
-        """
-        transport = self._transport
-        carry = transport.reduce_scatter_scratch if scratch else transport.reduce_scatter_tensor
+        """``tensor`` holds one equal part per rank; ``output`` becomes the reduction of this rank's part."""
+        carry = self._transport.reduce_scatter_tensor
         try:
             plain = PLAIN[op][shard_dtype(self.size, tensor, output)]
         except (KeyError, TypeError):

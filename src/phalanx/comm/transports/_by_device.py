@@ -55,9 +55,6 @@ class ByDeviceTransport(Transport):
     def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
         return self._for(output).reduce_scatter_tensor(output, tensor, op, async_op=async_op)
 
-    def reduce_scatter_scratch(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
-        return self._for(output).reduce_scatter_scratch(output, tensor, op, async_op=async_op)
-
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool) -> Work:
         return self._for(inputs[0]).all_to_all(outputs, inputs, async_op=async_op)
 

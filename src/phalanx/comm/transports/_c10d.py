@@ -32,6 +32,7 @@ from phalanx.comm.transports import _release
 from phalanx.comm.transports._c10d_work import SLICE, C10dWork, PointToPoint, Several, all_of
 from phalanx.comm.transports._carried import carried, put_back
 from phalanx.comm.transports._interface import Arrived, Done, ReduceOp, Transport, Work
+from phalanx.comm.transports._tree_reduce import tree_reduce_into
 
 _DONE = Done()
 _GATHER_TAG = 1 << 28  # point-to-point tags of gather and scatter, out of the way of users' tags
@@ -76,6 +77,9 @@ def _broadcast_from(src: int) -> Any:
     options.rootRank = src
     return options
 
+
+GATHER_IN_PARTS_FROM = 1 << 20
+"""Bytes of a result from which gloo gathers it part by part."""
 
 _ALL_REDUCE = {op: _options(dist.AllreduceOptions, op) for op in ReduceOp}
 _REDUCE_SCATTER = {op: _options(dist.ReduceScatterOptions, op) for op in ReduceOp}
@@ -137,6 +141,8 @@ class C10dTransport(Transport):
         sizes = [output.numel() for output in outputs]
         if not any(sizes):
             return self._nothing()
+        if self._sliced and sum(sizes) * tensor.element_size() >= GATHER_IN_PARTS_FROM:
+            return self._gather_in_parts([self._bytes(output) for output in outputs], self._bytes(tensor), async_op)
         if min(sizes) == max(sizes):
             parts = [self._bytes(output).view(-1) for output in outputs]
             return self._start("allgather", ([parts], [self._bytes(tensor).view(-1)]), async_op)
@@ -156,20 +162,38 @@ class C10dTransport(Transport):
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool) -> Work:
         if self._sliced and output.dtype not in _GLOO_MOVES:
             output, tensor = self._bytes(output), self._bytes(tensor)
+        if self._sliced and output.numel() * output.element_size() >= GATHER_IN_PARTS_FROM:
+            return self._gather_in_parts(output.view(-1).chunk(self.size), tensor, async_op)
         if output.dim() != 1 or tensor.dim() != 1:
             shape, part = output.shape, tensor.shape
             if not part or 0 in part or shape[1:] != part[1:] or shape[0] != part[0] * self.size:
                 output, tensor = output.view(-1), tensor.view(-1)
         return self._start("_allgather_base", (output, tensor), async_op)
 
+    def _gather_in_parts(self, parts: Sequence[Tensor], tensor: Tensor, async_op: bool) -> Work:
+        """Each rank's part from that rank to its place: gloo's own gather goes through a copy of the whole result."""
+        own = parts[self.rank]
+        own.copy_(tensor.view(own.shape))
+        works = [
+            self._start("broadcast", ([part], _broadcast_from(src)), True)
+            for src, part in enumerate(parts)
+            if part.numel()
+        ]
+        return all_of(works, async_op)
+
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool) -> Work:
-        """Uneven parts: one all-reduce over them laid end to end, which every backend has."""
         sizes = [part.numel() for part in inputs]
         if not any(sizes):
             return self._nothing()
-        whole = torch.cat([part.reshape(-1) for part in inputs])
-        if min(sizes) == max(sizes):
-            return self.reduce_scatter_scratch(output, whole, op, async_op=async_op)
+        flat = [part.reshape(-1) for part in inputs]
+        if self._sliced or min(sizes) == max(sizes):
+            run = _one_run(flat)
+            whole = torch.cat(flat) if run is None else run
+            if self._sliced:
+                return self._exchange_and_reduce(output, whole, op, async_op, sizes)
+            return self.reduce_scatter_tensor(output, whole, op, async_op=async_op)
+        # Uneven: one all-reduce over parts laid end to end, which every backend has.
+        whole = torch.cat(flat)
         start = sum(sizes[: self.rank])
         own = whole[start : start + sizes[self.rank]]
         work = Several([self.all_reduce(whole, op, async_op=async_op)], lambda: output.view(-1).copy_(own))
@@ -178,24 +202,32 @@ class C10dTransport(Transport):
         return work
 
     def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
-        return self._reduce_parts(output, tensor, op, async_op, is_scratch=False)
-
-    def reduce_scatter_scratch(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
-        return self._reduce_parts(output, tensor, op, async_op, is_scratch=True)
-
-    def _reduce_parts(self, output: Tensor, tensor: Tensor, op: ReduceOp, async_op: bool, *, is_scratch: bool) -> Work:
         if self._sliced:
-            staged = carried(tensor, op)
-            if staged is not None:
-                part = staged.new_empty(output.numel())
-                args = (part, staged.view(-1), _REDUCE_SCATTER[op])
-                finish = lambda: put_back(output, part)  # noqa: E731  # one line where it is used
-                return self._start("_reduce_scatter_base", args, async_op, after=finish)
-            if not is_scratch:
-                tensor = tensor.clone()  # gloo reduces in the input's own memory
+            return self._exchange_and_reduce(output, tensor.view(-1), op, async_op)
         if output.dim() != 1 or tensor.dim() != 1:
             output, tensor = output.view(-1), tensor.view(-1)
         return self._start("_reduce_scatter_base", (output, tensor, _REDUCE_SCATTER[op]), async_op)
+
+    def _exchange_and_reduce(
+        self, output: Tensor, flat: Tensor, op: ReduceOp, async_op: bool, sizes: Sequence[int] = ()
+    ) -> Work:
+        """Send each rank what it reduces, and nothing else: gloo's own reduces all of it on every rank.
+
+        ``sizes`` of the parts of ``flat``; without, they are even. Whoever waits reduces, along the tree of the other
+        transports.
+        """
+        count = output.numel()
+        received = flat.new_empty(self.size * count)
+
+        def reduce() -> None:
+            tree_reduce_into(output.view(-1), received.split(count) if count else [output.view(-1)], op)
+
+        if not flat.numel():
+            return self._nothing()
+        sent, room = self._bytes(flat), self._bytes(received)
+        width = sent.numel() // flat.numel()
+        outgoing, incoming = [size * width for size in sizes], [count * width] * self.size if sizes else []
+        return self._start("alltoall_base", (room, sent, incoming, outgoing), async_op, after=reduce)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool) -> Work:
         # The flat form carries uneven parts on every backend; the list form does not.

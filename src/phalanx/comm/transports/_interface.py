@@ -125,10 +125,6 @@ class Transport(ABC):
     @abstractmethod
     def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work: ...
 
-    def reduce_scatter_scratch(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
-        """``reduce_scatter_tensor`` of a tensor that nobody needs afterwards: its contents may be lost."""
-        return self.reduce_scatter_tensor(output, tensor, op, async_op=async_op)
-
     @abstractmethod
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool) -> Work:
         """``inputs[r]`` goes to rank r; ``outputs[r]`` comes from it; shapes may all differ."""

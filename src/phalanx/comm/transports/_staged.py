@@ -104,7 +104,7 @@ class StagedTransport(Transport):
 
     def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
         (given,), room = self._given([tensor]), self._room(output)
-        work = self._host.reduce_scatter_scratch(room, given, op, async_op=async_op)
+        work = self._host.reduce_scatter_tensor(room, given, op, async_op=async_op)
         return self._ended(work, [(output, room)], async_op, [given])
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool) -> Work:

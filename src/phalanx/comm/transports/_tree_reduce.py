@@ -40,3 +40,24 @@ def tree_reduce(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
         level = paired + level[len(paired) * 2 :]
     result = level[0] if len(tensors) > 1 else level[0].clone()
     return result.div_(len(tensors)) if op is ReduceOp.AVG else result
+
+
+def tree_reduce_into(output: Tensor, tensors: Sequence[Tensor], op: ReduceOp) -> None:
+    """Write what ``tree_reduce`` returns to ``output``; ``tensors``, of its shape, are used up.
+
+    >>> found = torch.zeros(1)
+    >>> tree_reduce_into(found, [torch.ones(1), torch.ones(1), torch.ones(1)], ReduceOp.SUM)
+    >>> found
+    tensor([3.])
+    """
+    combine = _COMBINE[op]
+    level = list(tensors)
+    while len(level) > 2:
+        paired = [combine(level[i], level[i + 1], out=level[i]) for i in range(0, len(level) - 1, 2)]
+        level = paired + level[len(paired) * 2 :]
+    if len(level) == 2:
+        combine(level[0], level[1], out=output)
+    elif output is not level[0]:
+        output.copy_(level[0])
+    if op is ReduceOp.AVG:
+        output.div_(len(tensors))

@@ -75,6 +75,7 @@ class ModuleState:
         self._in_backward = False
         if unit is not None:
             unit.settings_changed = self._apply_settings
+            unit.gradient_arrived = self._gradient_arrived
         for module in modules:
             module.__dict__[_KEY] = self
             module.register_forward_pre_hook(outside_of_graphs(self._pre_forward), prepend=True, with_kwargs=True)
@@ -86,6 +87,10 @@ class ModuleState:
         assert self.unit is not None, "a unit calls it"
         for section in self.unit.sections:
             section.use_comm(self.settings.all_gather)
+
+    def _gradient_arrived(self) -> None:
+        """See that this pass ends with a reduction, though it may reach no output: a gradient's own gradient."""
+        self.context.enter_backward()
 
     # ---- the root
 
@@ -189,6 +194,8 @@ class ModuleState:
         self._to_run.clear()
         if self.unit is not None:
             self.context.order.append(self)
+            if self.context.holds_wholes:
+                return
             if self._reshards_after_forward or not torch.is_grad_enabled():
                 # without grad no backward will come for it
                 self.unit.release(keep_part=torch.is_grad_enabled())
@@ -244,7 +251,7 @@ class ModuleState:
         self._in_backward = False
         # With a driver, all ranks that run it reduce it: others may have gradients for what this rank did not use.
         writes = unit.has_gradients or unit.driver is not None or unit.accumulates()
-        if settings.reshard_after_backward:
+        if settings.reshard_after_backward and not self.context.holds_wholes:
             unit.release()
         if settings.reduce_gradients and unit.is_trainable and writes:
             self.context.make_room(unit)
@@ -269,6 +276,12 @@ class ModuleState:
         if self._in_backward or (self.unit is not None and self.unit.has_gradients and self.settings.reduce_gradients):
             self._in_backward = True
             self._post_backward()
+
+    def release_held(self) -> None:
+        """Release what was not, for the sake of a graph of gradients."""
+        unit = self.unit
+        if unit is not None and not unit.is_kept and self.settings.reshard_after_backward:
+            unit.release()
 
     def end_of_last_backward(self) -> None:
         self._calls = 0

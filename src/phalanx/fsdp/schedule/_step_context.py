@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+import torch
+
 from phalanx._torch_private import current_graph_task_id, execution_engine
 from phalanx.errors import CommError
 from phalanx.fsdp.schedule._forward_order import ForwardOrder
@@ -31,6 +33,10 @@ class StepContext:
         self.forward_order: ForwardOrder[ModuleState] = ForwardOrder()
         self.order: list[ModuleState] = []
         """States in the order in which they ended forward, since the last backward."""
+        self.holds_wholes = False
+        """From a backward pass with ``create_graph`` to the end of the next one without: the graph of gradients, which
+        runs in no module's hooks, computes with whole parameters, so no unit is released meanwhile."""
+        self._makes_graph = False
         self._reducing: deque[Unit] = deque()
         self._backward = -1
         """The backward pass at whose end ``_end_of_backward`` will run."""
@@ -46,6 +52,8 @@ class StepContext:
         task = current_graph_task_id()
         if self._backward == -1:
             self._backward = task
+            self._makes_graph = torch.is_grad_enabled()
+            self.holds_wholes |= self._makes_graph
             execution_engine.queue_callback(self._end_of_backward)
 
     def before(self, state: ModuleState) -> ModuleState | None:
@@ -72,6 +80,10 @@ class StepContext:
         for state in reversed(self.states):
             state.finish_backward()
         self.finish_reductions()
+        if self.holds_wholes and not self._makes_graph:
+            self.holds_wholes = False
+            for state in self.states:
+                state.release_held()
         if self.is_last_backward:
             self.order.clear()
             for state in self.states:
@@ -89,6 +101,7 @@ class StepContext:
             unit.drop_gradients()
         self._reducing.clear()
         self._backward = -1
+        self.holds_wholes = False
         self.forward_root = None
         self.order.clear()
         for state in self.states:

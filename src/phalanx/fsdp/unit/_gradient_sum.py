@@ -142,7 +142,7 @@ class GradientSum:
             work = to.comm(received, packed, group, "sum", async_op)
         else:
             received = torch.empty(plan.part, dtype=self._dtype, device=self._device)
-            work = group.reduce_scatter_tensor(received, packed, async_op=async_op, scratch=True)
+            work = group.reduce_scatter_tensor(received, packed, async_op=async_op)
         self._pending = (work, received, self._packed, to)
         self._packed = None
         self._arrived = set()

@@ -53,6 +53,7 @@ class Unit:
         self.is_kept = False
         """Users asked for the whole parameters, by ``unshard``."""
         self.settings_changed: Callable[[], None] = lambda: None
+        self.gradient_arrived: Callable[[], None] = lambda: None
         self.driver: UnitDriver | None = None
         self._kept_by_block = False
         self._shard_versions: list[int] = []
@@ -110,6 +111,7 @@ class Unit:
 
     # ---- gathering
 
+    @torch.inference_mode(mode=False)  # else what is made in the first evaluation could never be trained with
     def start_gather(self, *, async_op: bool = False) -> None:
         """Begin to gather, unless it is gathered already with the values that the shards have now."""
         if self.state is UnitState.ON_ITS_WAY:
@@ -164,6 +166,7 @@ class Unit:
             for gather in under_way:
                 gather.finish()
 
+    @torch.inference_mode(mode=False)
     def gather(self) -> None:
         """Gather, and put whole parameters into the modules."""
         try:
@@ -250,6 +253,14 @@ class Unit:
                     f"rank {owner.group.rank}: the gradient of {place.parameters[index].name!r} in {owner} has layout "
                     f"{grad.layout}; expected a dense one: use Embedding(sparse=False)"
                 )
+            if grad.requires_grad:
+                raise RuntimeError(
+                    f"rank {owner.group.rank}: backward(create_graph=True) accumulates the gradient of "
+                    f"{place.parameters[index].name!r} in {owner}; what is summed over ranks has no graph, so that to "
+                    f"differentiate it again would give nothing. For a penalty on gradients of inputs, call "
+                    f"torch.autograd.grad(loss, inputs, create_graph=True)"
+                )
+            owner.gradient_arrived()
             with torch.no_grad():
                 place.add_gradient(index, grad.detach())
 
