@@ -93,7 +93,8 @@ class Passes:
             return
         self.waits(True)
         kept_of(group).begin(group, self._version)
-        self._all_kept = all([unit.keep() for unit in self.units])
+        num_kept = sum(unit.keep() for unit in self.units)
+        self._all_kept = num_kept == len(self.units)
         group.barrier()
         self.waits(False)
         self._kept_version = self._version
@@ -226,12 +227,13 @@ class Passes:
     def _tell_order(self, unit: Unit | None) -> str:
         """Say that this pass reduces another unit than the passes before it did at this place, or none."""
         assert self._order is not None, "it is another one"
+        names = {each.number: each for each in self.units}
+        found = "reduces no more unit" if unit is None else f"reduces {unit}"
         expected = self._order[len(self._reduced) : len(self._reduced) + 1]
-        before = self._tell(_REDUCES, expected[0]) if expected else "ended"
+        before = f"reduced {names[expected[0]]}" if expected else "had no more"
         return (
-            f"rank {self.group.rank} {'ends' if unit is None else f'reduces {unit}'} where earlier micro-batches of the "
-            f"step {before if not expected else before.replace('reduces', 'reduced')}; every micro-batch must run the "
-            "same modules in the same order. Call a module in all of them or in none, on dummy data if need be"
+            f"rank {self.group.rank} {found} where earlier micro-batches of the step {before}; every micro-batch must "
+            "run the same modules in the same order. Call a module in all of them or in none, on dummy data if need be"
         )
 
     def _tell(self, does: int, number: int) -> str:
