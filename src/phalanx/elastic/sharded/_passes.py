@@ -53,6 +53,8 @@ class Passes:
         self._follows = False
         self._reduces = False
         self._announces = False
+        """Whether followers are told of each gather and reduction; else they rely on the order."""
+        self._has_followers = False
 
     def use(self, group: Group) -> None:
         """Run in this group from now on."""
@@ -84,7 +86,8 @@ class Passes:
         self._computing = tuple(computing)
         self._is_open, self._is_step, self._reduces, self._reduced = True, is_step, reduces, []
         is_known = self._all_kept and (not reduces or self._order is not None)
-        self._announces = len(self._computing) < self.group.size and not is_known
+        self._has_followers = len(self._computing) < self.group.size
+        self._announces = self._has_followers and not is_known
 
     def _gather_ahead(self) -> None:
         """Gather all units that there is room for, once for each version."""
@@ -104,10 +107,18 @@ class Passes:
         if self.lost is None:
             if self._announces:
                 self._meet(_ENDS, 0)
-            elif self._reduces and self._order is not None and len(self._reduced) < len(self._order):
-                raise CollectiveMismatch(self._tell_order(None))
+            elif self._expected:
+                raise CollectiveMismatch(self._tell_order("reduces no more unit"))
             self._note_order()
         self._is_open = False
+
+    @property
+    def _expected(self) -> list[int] | None:
+        """The units that followers rely on to be reduced from now on in this pass; None if nobody relies on that."""
+        if self._announces or not self._has_followers or not self._reduces:
+            return None
+        assert self._order is not None, "else they are told"
+        return self._order[len(self._reduced) :]
 
     def _note_order(self) -> None:
         if self._reduces and self._order is None:
@@ -167,10 +178,8 @@ class Passes:
         self._check_open(unit, "was reduced")
         if self._announces:
             self._meet(_REDUCES, unit.number)
-        elif self._reduces and self._order is not None:
-            at = len(self._reduced)
-            if self._order[at : at + 1] != [unit.number]:
-                raise CollectiveMismatch(self._tell_order(unit))
+        elif self._expected is not None and self._expected[:1] != [unit.number]:
+            raise CollectiveMismatch(self._tell_order(f"reduces {unit}"))
         self._reduced.append(unit.number)
 
     def survives(self, error: CommError) -> bool:
@@ -224,13 +233,10 @@ class Passes:
                 )
         return first
 
-    def _tell_order(self, unit: Unit | None) -> str:
-        """Say that this pass reduces another unit than the passes before it did at this place, or none."""
-        assert self._order is not None, "it is another one"
+    def _tell_order(self, found: str) -> str:
+        """Say that this pass does something else than the passes before it did at this place."""
         names = {each.number: each for each in self.units}
-        found = "reduces no more unit" if unit is None else f"reduces {unit}"
-        expected = self._order[len(self._reduced) : len(self._reduced) + 1]
-        before = f"reduced {names[expected[0]]}" if expected else "had no more"
+        before = f"reduced {names[self._expected[0]]}" if self._expected else "had no more"
         return (
             f"rank {self.group.rank} {found} where earlier micro-batches of the step {before}; every micro-batch must "
             "run the same modules in the same order. Call a module in all of them or in none, on dummy data if need be"
