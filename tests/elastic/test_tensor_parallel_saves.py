@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from elastic_training import Count
 from safetensors import safe_open
 from sharded_training import sha
 from tensor_training import make_job, train
@@ -25,7 +26,9 @@ def run(group: Any, degree: int, copies: Any, directory: Any, max_steps: int) ->
     saves = None if directory is None else Saves(directory=directory, every=3)
     mesh, extra = (job_mesh(tp=degree), {"copies": copies}) if degree else (None, {})
     options = RunOptions(progress=False, group=group, threads=1)
-    job = make_job(mesh, saves=saves, run=options, **extra)
+    count = Count()
+    count.count = 0 if directory is not None and list(directory.iterdir()) else 7  # who resumes has to be told
+    job = make_job(mesh, saves=saves, run=options, state={"count": count}, **extra)
     told = train(job, max_steps=max_steps)
     job.saving.wait_idle()
     return told, sha(job.full_state_dict()), job.digest()

@@ -80,13 +80,14 @@ class JobSharding:
         self.spread = spread
         matrices = works_on_matrices(job.optimizer)
         self.units = ModelUnits(job.model, matrices=matrices)
+        self.objects = ObjectCells(self.units, objects)
         relay = find_relay(self.units.units)
         if relay is not None:
             has_state = bool(job.optimizer.state)
-            check_possible(self.units.units, matrices=matrices, has_state=has_state, objects=objects)
+            in_objects = self.objects.of_parameters()
+            check_possible(self.units.units, matrices=matrices, has_state=has_state, in_objects=in_objects)
         self.pieces = PieceOptimizer(job.optimizer, self.units.keys, matrices=matrices)
         self.store = CellStore(self.units, job.num_slots, matrices=matrices)
-        self.objects = ObjectCells(self.units, objects)
         self.passes = Passes(self.units.units)
         self.trained = trainable(self.units.parameters)
         self.table = self.units.table

@@ -12,7 +12,7 @@ knows that every lane can make the update.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +65,7 @@ def find_relay(units: Sequence[Unit]) -> Relay | None:
     return next(iter(found), None)
 
 
-def check_possible(units: Sequence[Unit], *, matrices: bool, has_state: bool, objects: Collection[str]) -> None:
+def check_possible(units: Sequence[Unit], *, matrices: bool, has_state: bool, in_objects: Sequence[str]) -> None:
     """Refuse what a tensor parallel job cannot do yet, where it would be wrong or is not built."""
     for unit in units:
         for each in unit.parameters:
@@ -81,11 +81,14 @@ def check_possible(units: Sequence[Unit], *, matrices: bool, has_state: bool, ob
                         f"parameter {each.name!r} of {unit}, shape {shape}, is sharded by tensor parallelism on dim "
                         f"{dim}, which {count} workers do not divide evenly: workers of a job hold equal shards"
                     )
-    given = sorted(set(objects) - {"scheduler", "scaler"})
     for is_given, what, remedy in (
         (matrices, "an optimizer that needs whole matrices", "Use one that treats every element alike: AdamW, SGD"),
         (has_state, "an optimizer that has state already", "Make the optimizer anew"),
-        (bool(given), f"state={given}", "Keep averages of the weights outside of the job, or leave them out"),
+        (
+            bool(in_objects),
+            f"state= with what is laid out like parameters ({', '.join(in_objects[:3])})",
+            "Keep averages of the weights outside of the job, or leave them out",
+        ),
     ):
         if is_given:
             raise ValueError(f"{what} with a tensor parallel model is not supported yet. {remedy}")
