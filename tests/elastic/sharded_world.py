@@ -15,11 +15,10 @@ from torch.nn import functional as F
 from phalanx.comm import observe
 from phalanx.elastic import Guard, RunOptions
 
-COMMIT_POINT = 20
-"""Which collective of a step it is, of three workers. Eight slots are three waves. Each of the three units is gathered
-once a step (one collective, and one before the first) and reduced in every wave (one); in the last wave one worker
-follows, which the others tell what they do (one for each unit, one at the end). Then numbers, buffers and mirrored
-gradients, then this."""
+COMMIT_POINT = 14
+"""Which collective of a step it is, of three workers. All units are gathered together (one collective before it and one
+behind it). Eight slots are three waves, in each of which the three units are reduced (one each), in the last by two
+workers with a follower. Then numbers, buffers and mirrored gradients, then this."""
 
 
 @dataclass

@@ -86,9 +86,9 @@ def test_what_would_be_silently_wrong_is_refused():
 class Switch(nn.Module):
     """Runs its blocks in an order that depends on the data."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bias: bool = True) -> None:
         super().__init__()
-        self.one, self.two, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+        self.one, self.two, self.last = nn.Linear(8, 8), nn.Linear(8, 8, bias=bias), nn.Linear(8, 5)
 
     def forward(self, x):
         first, second = (self.one, self.two) if x[0, 0] > 0 else (self.two, self.one)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from scripted_world import Die
 from sharded_training import make_job, train, weights
 from sharded_world import COMMIT_POINT, Fault, ShardedWorld
@@ -19,7 +21,7 @@ from phalanx.elastic import RunOptions, Saves, StepsLost
 from phalanx.elastic._sharded_step import ShardedStep
 from phalanx.elastic.audit import check_directory
 from phalanx.elastic.sharded._sharded_level import CellsLost
-from phalanx.errors import JobStopped, PeerLost
+from phalanx.errors import CollectiveMismatch, JobStopped, PeerLost
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -208,3 +210,33 @@ def test_a_loss_beyond_the_copies_without_saves_says_what_was_lost(make_world):
     for worker in "ac":
         assert isinstance(results[worker], StepsLost)
         assert "cells were lost with their last holders at step 3" in str(results[worker])
+
+
+class Wandering(ShardedWorld):
+    """In the last wave, in which worker c only follows, the others run one unit alone."""
+
+    copies = "all"
+
+    def loss(self, job, micro):
+        if micro.slot < 6 or job.world_size < 3:
+            return super().loss(job, micro)
+        return job.model.middle(torch.ones(4, 40)).sum()
+
+
+def test_a_micro_batch_that_runs_other_units_than_those_before_it_is_named(tmp_path, monkeypatch):
+    world = Wandering(tmp_path, monkeypatch)
+    world.agree(0, *"abc")
+    for worker in "abc":
+        world.start(worker)
+    for thread in world.threads[:2]:
+        thread.join(200)
+    world.break_(0, *"ab")
+    world.agree(1, "c")
+    results = world.join()
+    for worker in "ab":
+        assert isinstance(results[worker], CollectiveMismatch), results[worker]
+        assert re.search(
+            r"rank \d reduces unit 'middle' where earlier micro-batches of the step reduced unit '\w+'",
+            str(results[worker]),
+        )
+    assert isinstance(results["c"], str), "it follows nobody any more, and goes on"

@@ -115,7 +115,7 @@ class Job(JobState):
         warn_not_deterministic(model)
         given = {"scheduler": scheduler, "scaler": scaler}
         others = {**{k: v for k, v in given.items() if v is not None}, **(state or {})}
-        self.sharding = make_sharding(self, copies, spread, others, has_saves=saves is not None)
+        self.sharding = make_sharding(self, copies, spread, others)
         self._parts = objects_of(self.sharding, model, optimizer, others)
         self._objects = frozenset(state or {})
         self.loop_state = check_loop_state(loop_state, is_sharded=self.sharding is not None)

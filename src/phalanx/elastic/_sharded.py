@@ -23,9 +23,7 @@ MARK = "_phalanx_fully_sharded"
 """What ``fully_shard`` leaves on a module (``fsdp.schedule``)."""
 
 
-def make_sharding(
-    job: Job, copies: Any, spread: str, objects: Mapping[str, Stateful], *, has_saves: bool
-) -> JobSharding | None:
+def make_sharding(job: Job, copies: Any, spread: str, objects: Mapping[str, Stateful]) -> JobSharding | None:
     """Return the sharded side of a job whose model ``fully_shard`` was called on; None for any other.
 
     Raises ``ValueError`` for ``copies`` and ``spread`` that are nothing, or not possible with this model.
@@ -45,7 +43,7 @@ def make_sharding(
     from phalanx.elastic.sharded._sharding import JobSharding  # start-up: jobs of whole replicas need no fsdp
 
     wanted = 2 if copies is None else copies
-    return JobSharding(job, copies=wanted, spread=spread, objects=objects, has_saves=has_saves)
+    return JobSharding(job, copies=wanted, spread=spread, objects=objects)
 
 
 def _refuse_distributed(model: nn.Module) -> None:

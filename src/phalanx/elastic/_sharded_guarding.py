@@ -129,7 +129,7 @@ class ShardedGuarding(Guarding):
 
     def _go_back(self, step: Step) -> int:
         """Become what the last good save is, each worker its cells; its step. Raises as collectives do."""
-        job, group = self._job, self._sharding.live_group
+        job, group = self._job, self._sharding.everyone
         job.saving.settle()  # what was submitted counts; the first worker has then made the save of all files
         to = int(group.all_gather_values(job.saving.good_step(before=step.number))[0])
         if to < 0:

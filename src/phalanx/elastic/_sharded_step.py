@@ -128,8 +128,9 @@ class ShardedStep(Step):
         for part in range(num_passes):
             if self._is_lost:
                 return
-            sharding.passes.begin([r for r, count in num_parts.items() if count > part], is_step=True)
-            sharding.set_reduces(part == num_passes - 1)
+            computing, reduces = [r for r, count in num_parts.items() if count > part], part == num_passes - 1
+            sharding.passes.begin(computing, is_step=True, reduces=reduces)
+            sharding.set_reduces(reduces)
             if part >= len(tickets):
                 sharding.passes.follow()
                 continue

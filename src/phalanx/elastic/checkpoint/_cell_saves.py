@@ -17,7 +17,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +82,7 @@ class CellSnapshot:
         tree, tensors = copy_encoded(state) if number == 0 else ({}, [])
         ranges = list(ranges)
         values = (staging or Staging()).copy([one.values for one in ranges])
-        copies = tuple(
-            TensorRange(one.name, one.shape, one.begin, one.end, value)
-            for one, value in zip(ranges, values, strict=True)
-        )
+        copies = tuple(replace(one, values=value) for one, value in zip(ranges, values, strict=True))
         return cls(step=step, number=number, count=count, key=key, ranges=copies, tree=tree, tensors=tuple(tensors))
 
     @property

@@ -135,6 +135,12 @@ class ObjectCells:
                     "job those that are shaped like parameters are kept in cells; return the tensors themselves"
                 )
 
+    def of_parameters(self) -> list[str]:
+        """Return the names of what is laid out like parameters, or is distributed as they are."""
+        tree = {name: one.state_dict() for name, one in self._objects.items()}
+        found = self._parameters_of(tree)
+        return [name_of(path) for path, leaf in leaves(tree) if path in found or isinstance(leaf, DTensor)]
+
     def _make(self, parameter: ModelParameter, like: Tensor, kind: type[CellValue]) -> Any:
         return kind.make(like.detach(), parameter.name, LocalCells(parameter.key, parameter.extent[0]))
 

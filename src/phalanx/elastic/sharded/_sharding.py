@@ -29,6 +29,7 @@ from phalanx.elastic.reduce._waves import WavePlan, even_waves
 from phalanx.elastic.sharded._cell_store import CellStore, Fragment
 from phalanx.elastic.sharded._full_state import agreed_digests, full_state_dict
 from phalanx.elastic.sharded._holdings import Holdings
+from phalanx.elastic.sharded._lane_saves import LaneSaves
 from phalanx.elastic.sharded._model_units import ModelUnits, trainable
 from phalanx.elastic.sharded._object_cells import KIND, ObjectCells
 from phalanx.elastic.sharded._passes import Passes
@@ -73,23 +74,20 @@ class WaveSlots:
 class JobSharding:
     """The sharded side of one job."""
 
-    def __init__(
-        self, job: ShardedJob, *, copies: Any, spread: str, objects: Mapping[str, Stateful], has_saves: bool = False
-    ) -> None:
+    def __init__(self, job: ShardedJob, *, copies: Any, spread: str, objects: Mapping[str, Stateful]) -> None:
         self.job = job
         self.copies = copies
         self.spread = spread
         matrices = works_on_matrices(job.optimizer)
         self.units = ModelUnits(job.model, matrices=matrices)
+        self.objects = ObjectCells(self.units, objects)
         relay = find_relay(self.units.units)
         if relay is not None:
             has_state = bool(job.optimizer.state)
-            check_possible(
-                self.units.units, matrices=matrices, has_state=has_state, objects=objects, has_saves=has_saves
-            )
+            in_objects = self.objects.of_parameters()
+            check_possible(self.units.units, matrices=matrices, has_state=has_state, in_objects=in_objects)
         self.pieces = PieceOptimizer(job.optimizer, self.units.keys, matrices=matrices)
         self.store = CellStore(self.units, job.num_slots, matrices=matrices)
-        self.objects = ObjectCells(self.units, objects)
         self.passes = Passes(self.units.units)
         self.trained = trainable(self.units.parameters)
         self.table = self.units.table
@@ -220,12 +218,9 @@ class JobSharding:
     def check_saves(self, choice: Resume) -> None:
         """Refuse to go on after a loss of cells if the job has no saves at all."""
         if self.job.saving.options is None:
-            saves = "Give it saves, Job(saves=Saves(directory=..., every=...)), or"
-            if self.tensor_groups is not None:
-                saves = "A tensor parallel job cannot save yet; give it"
             raise StepsLost(
-                f"{self.describe_loss(choice)}, and the job has no saves. {saves} more copies (it has "
-                f"copies={self.copies})"
+                f"{self.describe_loss(choice)}, and the job has no saves. Give it saves, "
+                f"Job(saves=Saves(directory=..., every=...)), or more copies (it has copies={self.copies})"
             )
 
     def describe_loss(self, choice: Resume) -> str:
@@ -235,14 +230,14 @@ class JobSharding:
 
     def load_save(self, saved: Manifest, holdings: Holdings) -> None:
         """Become what was saved, each worker its cells; all workers call it."""
-        job, group = self.job, self.live_group
+        job, everyone = self.job, self.everyone
         self.forget_model()
         self.store.clear()
         self.step = None
         state, fragments = self._read_save(saved, holdings)
-        job.resume(state, is_first=group.rank == 0)
+        job.resume(state, is_first=everyone.rank == 0)
         self.settle(holdings, fragments)
-        job.attempt = group.broadcast_value(job.attempt)
+        job.attempt = everyone.broadcast_value(job.attempt)
 
     def go_back(self, step: int) -> GuardRecord:
         """Become what was saved at a step, apart from the data position; the guard's record of then.
@@ -272,21 +267,31 @@ class JobSharding:
 
     def submit_save(self, key: str, clean_since: int | None) -> None:
         """Copy what this worker owns and have it written in the background; all workers call it."""
+        lane = self.lane_saves()
         try:
-            state = full_state(self, meta_tensors())
+            state = full_state(self, meta_tensors() if lane is None else lane.meta)
         except LOST as error:
             self.note_loss(error)
             return
-        group = self.live_group
-        ranges = owned_ranges(self)
+        everyone, ranges = self.everyone, owned_ranges(self)
         self.job.saving.submit_cells(
-            self.job.step, state, ranges, number=group.rank, count=group.size, key=key, clean_since=clean_since
+            self.job.step,
+            state,
+            ranges if lane is None else lane.ranges(ranges),
+            number=everyone.rank,
+            count=everyone.size,
+            key=key,
+            clean_since=clean_since,
         )
+
+    def lane_saves(self) -> LaneSaves | None:
+        """Return how this worker's lane writes and reads saves, if the model is tensor parallel."""
+        return None if self.tensor_groups is None else LaneSaves(self)
 
     def wait_for_submits(self) -> None:
         """Return when every worker has its part of a save submitted: worker 0 can only wait for what others do."""
         try:
-            self.live_group.barrier()
+            self.everyone.barrier()
         except LOST as error:
             self.note_loss(error)
 

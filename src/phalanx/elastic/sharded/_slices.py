@@ -36,26 +36,41 @@ SHARE = 0.08
 LEAST_SLICE = 1 << 20
 """Bytes of parameters in a slice of short steps, and while nobody knows how long one takes: a slice costs some
 milliseconds, with few bytes too."""
+MOST_BUDGETS = 4
+"""In a slice, where they are the rest of sections that were begun."""
 MOST_STEPS = 20
 """From one slice to the next."""
 
 
-def next_slice(plan: deque[Transfer], sizes: Sequence[int], budget: float) -> list[Transfer]:
+def next_slice(
+    plan: deque[Transfer], sizes: Sequence[int], sections: Sequence[object], budget: float
+) -> list[Transfer]:
     """Take from the front of a plan what fits; at least one, and no cell twice: its next source has yet to receive it.
 
+    Who receives a cell lays out its whole section anew, whatever else of it comes. So the rest of a section that was
+    begun comes along, up to ``MOST_BUDGETS``; ``sections`` says for each cell which it is in.
+
     >>> plan = deque([Transfer(0, "a", "b"), Transfer(1, "a", "c"), Transfer(2, "b", "c")])
-    >>> [transfer.cell for transfer in next_slice(plan, [10, 10, 10], 25.0)], len(plan)
+    >>> [transfer.cell for transfer in next_slice(plan, [10, 10, 10], "xyz", 25.0)], len(plan)
     ([0, 1], 1)
+    >>> plan = deque([Transfer(0, "a", "b"), Transfer(1, "a", "c"), Transfer(2, "b", "c")])
+    >>> [transfer.cell for transfer in next_slice(plan, [10, 10, 10], "xyy", 25.0)]
+    [0, 1, 2]
     >>> plan = deque([Transfer(0, "a", "b"), Transfer(0, "b", "c")])
-    >>> len(next_slice(plan, [10], 100.0))
+    >>> len(next_slice(plan, [10], "x", 100.0))
     1
     """
     found = [plan.popleft()]
     cells, total = {found[0].cell}, sizes[found[0].cell]
-    while plan and total + sizes[plan[0].cell] <= budget and plan[0].cell not in cells:
+    begun = {sections[found[0].cell]}
+    while plan and plan[0].cell not in cells:
+        cell = plan[0].cell
+        if total + sizes[cell] > budget * (MOST_BUDGETS if sections[cell] in begun else 1):
+            break
         found.append(plan.popleft())
-        cells.add(found[-1].cell)
-        total += sizes[found[-1].cell]
+        cells.add(cell)
+        begun.add(sections[cell])
+        total += sizes[cell]
     return found
 
 
@@ -144,7 +159,7 @@ class Slices:
         began = time.monotonic()
         sharding.collect()
         left = given_up(holdings, self._moved)
-        slice_ = next_slice(self._plan, sharding.table.sizes, budget_of(paces)) if self._plan else []
+        slice_ = self._next(paces) if self._plan else []
         if not all(is_possible(left, one) for one in slice_):
             # Copies stay a step longer than the plan counts on; all workers see that, and plan anew from what is.
             slice_, self._plan = [one for one in slice_ if is_possible(left, one)], None
@@ -153,6 +168,12 @@ class Slices:
         self._moved, self._settled_at = slice_, step
         self._size = sum(sharding.table.sizes[one.cell] for one in slice_)
         self._tell(slice_, time.monotonic() - began)
+
+    def _next(self, paces: Sequence[tuple[float, float]]) -> list[Transfer]:
+        assert self._plan, "something is to be moved"
+        table = self._sharding.table
+        sections = [(cell.unit, cell.section) for cell in table.cells]
+        return next_slice(self._plan, table.sizes, sections, budget_of(paces))
 
     def _even_owners(self, holdings: Holdings) -> None:
         """When nothing is left to be moved, have workers own even shares again: mirrors took over from who was lost."""

@@ -12,7 +12,7 @@ knows that every lane can make the update.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from phalanx.comm.transports._relay import Relay, RelayDriver
 from phalanx.elastic._job_mesh import relay_of
 from phalanx.elastic.checkpoint._digest_tree import TensorDigest
 from phalanx.elastic.checkpoint._state import State, digest
+from phalanx.elastic.checkpoint._tensor_files import Chunk
 from phalanx.elastic.membership._sync import WorkersDiffer
 from phalanx.elastic.sharded._lanes import Lanes, arrange
 from phalanx.elastic.sharded._slot_numbers import WISHES, StepNumbers
@@ -64,9 +65,7 @@ def find_relay(units: Sequence[Unit]) -> Relay | None:
     return next(iter(found), None)
 
 
-def check_possible(
-    units: Sequence[Unit], *, matrices: bool, has_state: bool, objects: Collection[str], has_saves: bool
-) -> None:
+def check_possible(units: Sequence[Unit], *, matrices: bool, has_state: bool, in_objects: Sequence[str]) -> None:
     """Refuse what a tensor parallel job cannot do yet, where it would be wrong or is not built."""
     for unit in units:
         for each in unit.parameters:
@@ -82,12 +81,14 @@ def check_possible(
                         f"parameter {each.name!r} of {unit}, shape {shape}, is sharded by tensor parallelism on dim "
                         f"{dim}, which {count} workers do not divide evenly: workers of a job hold equal shards"
                     )
-    given = sorted(set(objects) - {"scheduler", "scaler"})
     for is_given, what, remedy in (
         (matrices, "an optimizer that needs whole matrices", "Use one that treats every element alike: AdamW, SGD"),
         (has_state, "an optimizer that has state already", "Make the optimizer anew"),
-        (bool(given), f"state={given}", "Keep averages of the weights outside of the job, or leave them out"),
-        (has_saves, "saves=", "Leave it out: write job.full_state_dict() to a file"),
+        (
+            bool(in_objects),
+            f"state= with what is laid out like parameters ({', '.join(in_objects[:3])})",
+            "Keep averages of the weights outside of the job, or leave them out",
+        ),
     ):
         if is_given:
             raise ValueError(f"{what} with a tensor parallel model is not supported yet. {remedy}")
@@ -121,6 +122,15 @@ class TensorGroups:
     def is_cut(self, name: str) -> bool:
         """Return whether lanes have different shards of a parameter."""
         return bool(_cuts(self._managed[name]))
+
+    def chunk(self, name: str) -> Chunk | None:
+        """Return which part of a parameter this lane has; None of one that is the same in all lanes."""
+        cuts = _cuts(self._managed[name])
+        assert len(cuts) < 2, "the mesh has one axis besides that of the units"
+        return Chunk(cuts[0][0], self.lane, cuts[0][1]) if cuts else None
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._managed[name].sharded.shape)
 
     def counts_in_norm(self, name: str) -> bool:
         """Return whether this lane's gradient of a parameter is part of the norm: once, if it is the same in all."""
@@ -167,11 +177,15 @@ class TensorGroups:
         return replace(mine, is_finite=not any(r[1] for r in rows), found_inf=any(r[2] for r in rows), norm=total)
 
     def join_numbers(self, everyone: Group, numbers: StepNumbers, rank: int) -> StepNumbers:
-        """Return the numbers with the wishes of all lanes in the sums; ``rank`` is this worker's in its lane."""
+        """Return the numbers with what workers of all lanes want; ``rank`` is this worker's in its lane."""
         mine = torch.tensor([numbers.wishes[rank][name] for name in WISHES], dtype=torch.float64)
         told = torch.empty(everyone.size, len(WISHES), dtype=torch.float64)
         everyone.all_gather_into_tensor(told.view(-1), mine)
-        return replace(numbers, sums={**numbers.sums, **dict(zip(WISHES, told.sum(0).tolist(), strict=True))})
+        most = dict(zip(WISHES, told.amax(0).tolist(), strict=True))
+        saves = {name: most[name] for name in ("asked", "answered")}  # lanes save together
+        wishes = tuple({**one, **saves} for one in numbers.wishes)
+        sums = {**numbers.sums, **dict(zip(WISHES, told.sum(0).tolist(), strict=True))}
+        return replace(numbers, sums=sums, wishes=wishes)
 
     def join_digests(self, everyone: Group, workers: Sequence[str], state: State) -> str:
         """Return the digest of all lanes. Raises ``WorkersDiffer`` if a parameter that is not cut differs by lane."""

@@ -22,6 +22,7 @@ from phalanx.elastic.checkpoint._tensor_files import TensorFiles, TensorRange
 from phalanx.elastic.checkpoint._tensor_names import optimizer_name
 from phalanx.elastic.sharded._cell_store import Fragment
 from phalanx.elastic.sharded._cell_tensor import Key
+from phalanx.elastic.sharded._lane_saves import LaneFiles
 from phalanx.elastic.sharded._model_units import ModelParameter
 from phalanx.elastic.sharded._object_cells import KIND
 from phalanx.elastic.sharded._pieces import Piece, is_by_element
@@ -170,6 +171,9 @@ def small_state(sharding: JobSharding, manifest: Manifest) -> State:
         parts = state["parts"]
         read = sharding.objects.with_small(parts["others"], manifest.names, lambda name: files.read(name).clone())
         parts["others"] = read
+    lane = sharding.lane_saves()
+    if lane is not None:
+        parts["optimizer"] = {**parts["optimizer"], "state": lane.of_lane(parts["optimizer"]["state"])}
     return state
 
 
@@ -177,15 +181,16 @@ def read_fragments(
     sharding: JobSharding, state: Mapping[str, Any], saved: Manifest, held: Mapping[tuple[int, int], Sequence[Range]]
 ) -> list[Fragment]:
     """Read what this worker is to hold: ``held`` ranges by section. ``state`` is what ``small_state`` returned."""
+    lane = sharding.lane_saves()
     with saved.open() as files:
-        return _read(sharding, state, saved, files, held)
+        return _read(sharding, state, saved, files if lane is None else lane.reader(files), held)
 
 
 def _read(
     sharding: JobSharding,
     state: Mapping[str, Any],
     saved: Manifest,
-    files: TensorFiles,
+    files: TensorFiles | LaneFiles,
     held: Mapping[tuple[int, int], Sequence[Range]],
 ) -> list[Fragment]:
     states = state["parts"]["optimizer"]["state"]

@@ -9,11 +9,11 @@ Plan of a gather, on every rank:
 2. write: this rank's own ranges, cast if need be, straight from its storage.
 3. meet again; then the slot is shown in the unit's window, a fixed range of addresses.
 
-Whoever knows when values change (``UnitDriver.version``) need not send them twice. Then units are gathered one behind
-the other in memory that *keeps* them until the version is another one (``KeptUnits``, up to ``KEPT_BYTES``; the units
-behind that take slots). Where a unit lies follows from the order, which is the same on all ranks, so one meeting is
-enough, behind the writing; gathering it again is showing it again, with no meeting. Of another version, the first
-gather has a meeting before it: all say whether they still read something of what is kept.
+Whoever knows when values change (``UnitDriver.version``) need not send them twice, nor each unit by itself: all ranks
+put all units one behind the other in memory that *keeps* them until the version is another one (``KeptUnits``, up to
+``KEPT_BYTES``; units for which there is no room take slots). Where a unit lies follows from the order, which is the
+same on all ranks, so two meetings are enough for all of them: before it all say whether they still read something of
+what was kept, and behind it all have written. To gather such a unit is to show it, with no meeting.
 
 Windows are private: a write to a gathered parameter copies the page, so that it never reaches another rank; it is gone
 when the window is closed. Slots stay, as many as units were ever gathered at once: their pages are neither zeroed nor
@@ -91,16 +91,16 @@ class KeptUnits:
         self._version: int | None = None
         self._used = 0
 
-    def find_place(self, group: Group, nbytes: int, version: int | None) -> int | None:
-        """Return where the next unit goes; None if it is not kept. All ranks call it together."""
+    def begin(self, group: Group, version: int) -> None:
+        """Make room for a version, unless some rank still reads one before it. All ranks call it together."""
+        self._version = version
+        told = torch.empty(group.size, dtype=torch.int64)
+        group.all_gather_into_tensor(told, torch.tensor([self.num_shown]))
+        self._used = KEPT_BYTES if told.any() else 0
+
+    def find_place(self, group: Group, nbytes: int) -> int | None:
+        """Return where the next unit goes; None if there is no room. All ranks call it in the same order."""
         size = -(-nbytes // PAGE) * PAGE
-        if version is None or size > KEPT_BYTES:
-            return None
-        if version != self._version:
-            self._version = version
-            told = torch.empty(group.size, dtype=torch.int64)
-            group.all_gather_into_tensor(told, torch.tensor([self.num_shown]))
-            self._used = KEPT_BYTES if told.any() else 0
         if self._used + size > KEPT_BYTES:
             return None
         if self._file is None:
@@ -109,16 +109,14 @@ class KeptUnits:
         return place
 
     @property
+    def version(self) -> int:
+        assert self._version is not None, "a version was begun"
+        return self._version
+
+    @property
     def file(self) -> CommonFile:
         assert self._file is not None, "a place was found in it"
         return self._file
-
-
-def _compare(group: Group, number: int) -> None:
-    """Meet, and see that all gather the same unit."""
-    told = torch.empty(group.size, dtype=torch.int64)
-    group.all_gather_into_tensor(told, torch.tensor([number]))
-    check_gathered(group, number, told.tolist())
 
 
 _slots: WeakKeyDictionary[Group, SharedSlots] = WeakKeyDictionary()
@@ -161,22 +159,23 @@ class MappedGather(Gather):
         """Where it is kept, and of which version."""
         self._is_blank = False
 
-    def start(self, storage: ShardStorage, number: int, *, async_op: bool, version: int | None = None) -> None:
+    def start(self, storage: ShardStorage, number: int, *, async_op: bool) -> None:
         """Do all but showing it. ``async_op`` changes nothing: the work is this rank's own, in its own thread."""
         assert not self._is_read, "it is gathered already"
         group, nbytes = self._group, self.flat.numel() * self.flat.element_size()
+        self._slot = self._slots.agree(group, number, nbytes)
+        self._write(storage, self._slots.file(self._slot).bytes[:nbytes])
+        group.barrier()
+
+    def keep(self, storage: ShardStorage) -> bool:
+        kept, nbytes = self._kept_units, self.flat.numel() * self.flat.element_size()
         self._kept = None
-        place = self._kept_units.find_place(group, nbytes, version)
+        place = kept.find_place(self._group, nbytes)
         if place is None:
-            self._slot = self._slots.agree(group, number, nbytes)
-            self._write(storage, self._slots.file(self._slot).bytes[:nbytes])
-            group.barrier()
-            return
-        self._write(storage, self._kept_units.file.bytes[place : place + nbytes])
-        _compare(group, number)
-        assert version is not None, "it has a place"
-        self._kept = (place, version)
-        self.start_again()
+            return False
+        self._write(storage, kept.file.bytes[place : place + nbytes])
+        self._kept = (place, kept.version)
+        return True
 
     def _write(self, storage: ShardStorage, there: Tensor) -> None:
         """Put what this rank owns to its places."""
@@ -205,8 +204,8 @@ class MappedGather(Gather):
         assert self._slot is not None, "it was started"
         self._memory.window.show(self._slots.file(self._slot))
 
-    def serve(self, storage: ShardStorage, number: int, version: int | None = None) -> None:
-        self.start(storage, number, async_op=False, version=version)
+    def serve(self, storage: ShardStorage, number: int) -> None:
+        self.start(storage, number, async_op=False)
         self._let_go()
 
     def blank(self) -> None:

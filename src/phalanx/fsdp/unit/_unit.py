@@ -123,6 +123,7 @@ class Unit:
         self.bring_home()
         version = None if self.driver is None else self.driver.version
         if version is not None and all(section.is_kept(version) for section in self.sections):
+            self._shard_versions = self._versions()
             self._under_way += [section.start_again() for section in self.sections]
             self.state = UnitState.ON_ITS_WAY
             return
@@ -135,7 +136,7 @@ class Unit:
                 self._prepare(section)
                 gather, storage = section.source(of_block=of_block)
                 number = self._block_number if of_block else self.number
-                gather.start(storage, number, async_op=async_op, version=version)
+                gather.start(storage, number, async_op=async_op)
                 self._under_way.append(gather)
         self.state = UnitState.ON_ITS_WAY
 
@@ -145,12 +146,20 @@ class Unit:
 
     def serve(self) -> None:
         """Do this rank's part of a gather that it does not need itself."""
-        version = None if self.driver is None else self.driver.version
         with self._named("gathering"):
             for section in self.sections:
                 self._prepare(section)
                 gather, storage = section.source(of_block=False)
-                gather.serve(storage, self.number, version)
+                gather.serve(storage, self.number)
+
+    def keep(self) -> bool:
+        """Put this rank's part where all read it until values change (see ``Gather.keep``); whether all of it is."""
+        found = []
+        for section in self.sections:
+            self._prepare(section)
+            gather, storage = section.source(of_block=False)
+            found.append(section.comm is None and gather.keep(storage))
+        return all(found)
 
     def prefetch(self) -> None:
         """Begin to gather, where that goes on by itself while this rank computes."""

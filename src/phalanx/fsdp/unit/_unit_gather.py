@@ -36,11 +36,17 @@ class Gather(ABC):
     """The flat vector; its memory is there between ``finish`` and ``release``."""
 
     @abstractmethod
-    def start(self, storage: ShardStorage, number: int, *, async_op: bool, version: int | None = None) -> None:
-        """Begin. ``version`` counts the changes of values, alike on all ranks; None: nobody does."""
+    def start(self, storage: ShardStorage, number: int, *, async_op: bool) -> None: ...
+
+    def keep(self, storage: ShardStorage) -> bool:
+        """Put this rank's part where all read it until values change, if there is room; alike on all ranks.
+
+        Whoever calls it has the ranks meet before and behind it, once for all units.
+        """
+        return False
 
     def is_kept(self, version: int) -> bool:
-        """Return whether what was gathered last is still there, and of this version; alike on all ranks."""
+        """Return whether the values of this version are there for all ranks."""
         return False
 
     def start_again(self) -> None:
@@ -54,7 +60,7 @@ class Gather(ABC):
     def release(self) -> None: ...
 
     @abstractmethod
-    def serve(self, storage: ShardStorage, number: int, version: int | None = None) -> None:
+    def serve(self, storage: ShardStorage, number: int) -> None:
         """Do this rank's part of a gather whose result only others use."""
 
     @abstractmethod
@@ -75,7 +81,7 @@ class CopyGather(Gather):
         self._pending: tuple[Any, Tensor, Tensor | None, int] | None = None
         self.comm: AllGather | None = None
 
-    def start(self, storage: ShardStorage, number: int, *, async_op: bool, version: int | None = None) -> None:
+    def start(self, storage: ShardStorage, number: int, *, async_op: bool) -> None:
         assert self._pending is None, "a gather is under way"
         group = self._group
         sent, borrowed = self._sent(storage)
@@ -115,7 +121,7 @@ class CopyGather(Gather):
         )
         self._give_back(received, borrowed)
 
-    def serve(self, storage: ShardStorage, number: int, version: int | None = None) -> None:
+    def serve(self, storage: ShardStorage, number: int) -> None:
         self.start(storage, number, async_op=False)
         self._give_back(*self._received())
 
