@@ -188,7 +188,7 @@ class Guarding:
         return roll_back(self._job, step.number, self._why)
 
     def _facts(self, step: Step, root: Flat | ReducedStep) -> StepFacts:
-        grads = () if step.is_finite else self._nonfinite_grads(root)
+        grads = () if step.is_known_finite else self._nonfinite_grads(root)
         return StepFacts(
             loss=step.loss,
             grads=grads,

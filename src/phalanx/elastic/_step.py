@@ -159,8 +159,8 @@ class Step:
         """Means over all slots of what was logged (``Micro.log``), by name; known after the reduction."""
         self.is_unscaled = False
         """Whether the loss scale is out of the gradients."""
-        self.is_finite: bool | None = None
-        """Whether the reduced gradient is finite; None while nobody has looked, or somebody may have changed it."""
+        self.is_known_finite = False
+        """Whether the reduced gradient was looked at and is finite, and the loop had no chance to change it since."""
         self._slot_logs = SlotLogs()
         self.wish = False
         """Whether any worker wants to regroup at the boundary after this step."""
@@ -359,7 +359,7 @@ class Step:
         used = root.used.tolist()
         weight = sums["weight"]
         if weight > 0:
-            self.is_finite = divide(root.summed_grads(), weight)
+            self.is_known_finite = bool(divide(root.summed_grads(), weight))
             self.loss = sums["loss"] / weight
         for param, grad, count in zip(self.job.params, root.grads, used, strict=True):
             param.grad = grad if count else None
@@ -386,7 +386,7 @@ class Step:
             assert self.outcome is not None, "a step that is not reduced was dropped or adopted"
             return self.outcome
         if is_reduced:
-            self.is_finite = None  # the loop had the gradients in its hands: those that are there now count
+            self.is_known_finite = False  # the loop had the gradients in its hands: those that are there now count
         job = self.job
         assert self._root is not None, "reduce() returned True"
         reaction = job.guarding.judge(self, self._root)
