@@ -122,8 +122,8 @@ def by_turns(
 def cost(rank: int, address: str, width: int, rounds: int, pipe: Any) -> None:
     """Two jobs with and two without by turns, of a turn the mean step.
 
-    Two, since memory that was taken first is quicker by more than what is measured: so each kind has first and last,
-    and how two alike differ says how much the difference of the kinds means.
+    Two of each, since where the memory of a job lies may matter more than what is measured: how two alike differ says
+    how much the difference of the kinds means.
     """
     group = Group.create(connect(address), rank, 2)
     nothing = {"guard": Guard(nonfinite="ignore"), "balance": False}
