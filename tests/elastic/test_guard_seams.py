@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from elastic_training import Kink
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
@@ -22,23 +23,10 @@ NAN, INF = math.nan, math.inf
 BAD, NUM_STEPS = 2, 5
 
 
-class Scaled(torch.autograd.Function):
-    """The identity, with a gradient of its own."""
-
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.factor, None
-
-
 FAULTS = {
     "nan": lambda loss: loss * NAN,
     "only the loss": lambda loss: loss + INF,
-    "only the gradient": lambda loss: Scaled.apply(loss, INF),
+    "only the gradient": lambda loss: Kink.apply(loss, INF),
 }
 
 
