@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from phalanx._devices import is_host
 from phalanx._torch_private import foreach_check_and_unscale_
 
 MAX_WEIGHT = 2.0**64
@@ -32,24 +33,19 @@ def divide(flats: Iterable[Tensor], weight: float) -> bool | None:
             if weight != 1.0:
                 flat.div_(weight)
         return None
-    found = torch.zeros(1, device=flats[0].device)
-    factor = torch.full((1,), 1.0 / weight, device=flats[0].device)
+    found, factor = torch.zeros(1), torch.full((1,), 1.0 / weight)
     for flat in flats:
         foreach_check_and_unscale_([flat], found, factor)
     return not float(found)
 
 
 def can_look(flats: Iterable[Tensor], weight: float) -> bool:
-    """Return whether the kernel makes of these what a division does. What is below 1 may make a finite value infinite
-    after it was looked at.
+    """Return whether the kernel makes of these what a division does; it is used on the host, where a pass costs more
+    than a call. A weight below 1 may make a finite value infinite after it was looked at.
 
     >>> can_look([torch.zeros(2)], 8.0), can_look([torch.zeros(2)], 6.0), can_look([], 8.0)
     (True, False, False)
     """
-    types = {(flat.device.type, flat.dtype) for flat in flats}
-    return (
-        1.0 <= weight <= MAX_WEIGHT
-        and math.frexp(weight)[0] == 0.5
-        and bool(types)
-        and all(device in ("cpu", "cuda") and dtype.is_floating_point for device, dtype in types)
-    )
+    flats = list(flats)
+    is_exact = 1.0 <= weight <= MAX_WEIGHT and math.frexp(weight)[0] == 0.5
+    return is_exact and bool(flats) and all(is_host(flat) and flat.is_floating_point() for flat in flats)
