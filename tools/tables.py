@@ -274,7 +274,11 @@ def stragglers(found: Figures) -> Iterable[Sequence[str]]:
         ("the same, slots by speed", "slots by speed", "1.25"),
         ("sharded: one of half the speed, even waves", "sharded, even slots", ""),
         ("sharded: it skips waves", "sharded, slots by speed", ""),
-        ("guard, times and dealing, over none of them", "on by default", "1.01"),
+        ("sharded, slots no longer than gathers: even waves", "sharded, short even slots", ""),
+        ("the same, free to skip", "sharded, short slots by speed", ""),
+        ("on by default, over none of it: 450 parameters", "on by default/0.00044M", ""),
+        ("the same, 1.1 million", "on by default/1.1M", "1.01"),
+        ("the same, 9.5 million", "on by default/9.5M", "1.01"),
         ("a slot of 8 computed twice in every 4 steps: processor time", "checked/work", "1.03"),
         ("the same: time of a step", "checked/step", ""),
     ):

@@ -44,6 +44,10 @@ NAMES: dict[str, tuple[str, str]] = {
     "foreach_copy_": ("torch._foreach_copy_", "one copy per gradient in place of one for all"),
     "foreach_mul_": ("torch._foreach_mul_", "one multiplication per gradient in place of one for all"),
     "foreach_add_": ("torch._foreach_add_", "one addition per gradient in place of one for all"),
+    "foreach_check_and_unscale_": (
+        "torch._amp_foreach_non_finite_check_and_unscale_",
+        "dividing a step's gradient and looking whether it is finite are two passes over it",
+    ),
     "optimizer_foreach_types": (
         "torch.optim.optimizer._foreach_supported_types",
         "optimizers on accelerators update DTensors one by one unless foreach=True is said",

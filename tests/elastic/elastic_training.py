@@ -50,6 +50,19 @@ class Mean:
         self.values, self.count = list(state["values"]), state["count"]
 
 
+class Kink(torch.autograd.Function):
+    """The identity, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
+
+
 class Sometimes(nn.Module):
     """Has a parameter that only some steps use, one that none does, and a buffer that the result depends on."""
 

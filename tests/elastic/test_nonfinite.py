@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from elastic_training import Kink
 from torch import nn
 
 from log_lines import read_lines
@@ -33,19 +34,6 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self.x[index]
-
-
-class Kink(torch.autograd.Function):
-    """The identity, with a gradient of its own."""
-
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.factor, None
 
 
 def make(group=None, *, model=None, lr=0.1, log_dir=None, **keywords) -> Job:

@@ -274,3 +274,25 @@ def test_events_that_do_not_tell_how_many_are_wanted_can_still_be_read() -> None
     hub = Hub()
     hub.add_record(record)
     assert (hub.view.num_bad, hub.view.summary(1.0)["wanted"]) == (0, 3)
+
+
+def test_what_all_workers_decide_alike_is_told_once_and_in_words() -> None:
+    view = JobView()
+    for event in story()[:8]:
+        view.take(event)
+    before = len(view.news)
+    for worker in ("n0.a", "n1.b"):
+        common = {"time": 100.0, "worker": worker}
+        view.take(types.StepSkipped(**common, step=5, epoch=0, reason="the loss is nan", in_row=1))
+        view.take(types.RolledBack(**common, step=9, to=4, reason="the loss is 80"))
+        view.take(types.NonFiniteFound(**common, step=11, reaction="stop"))
+        wrong = {"what": "the gradient", "culprit": "n2.c", "slot": 3, "parameter": "0.weight", "element": 7}
+        view.take(types.WrongBitsFound(**common, step=12, **wrong))
+    assert [one["text"] for one in view.news][before:] == [
+        "step 5 is left out: the loss is nan",
+        "step 9 led back to the save of step 4: the loss is 80",
+        "step 11 is not finite: stop",
+        "n2.c has wrong bits in step 12: the gradient, slot 3, 0.weight[7]",
+    ]
+    view.take(types.StepSkipped(time=101.0, worker="n0.a", step=6, epoch=0, reason="the loss is nan", in_row=2))
+    assert live_block(view).endswith("last: step 6 is left out: the loss is nan")

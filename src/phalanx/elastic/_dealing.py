@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from phalanx.elastic.membership._rounds import Membership
 from phalanx.elastic.reduce._deal import better_deal, even_deal, span
 from phalanx.elastic.reduce._reduction import Reduction
-from phalanx.elastic.reduce._waves import better_waves
-from phalanx.elastic.reduce._waves import span as waves_span
+from phalanx.elastic.reduce._waves import better_waves, expected, wave_cost
 from phalanx.events._event_types import SlotsDealt
 
 if TYPE_CHECKING:
@@ -62,12 +61,17 @@ class Dealing:
         self._job = job
         self._is_on = is_on and (job.sharding is None or job.sharding.tensor_groups is None)
         self._steps: deque[list[float]] = deque(maxlen=WINDOW)
+        self._waves: deque[float] = deque(maxlen=WINDOW)
+        """What all waves of each of these steps took, of a sharded job."""
+        self._wave_costs: dict[bool, float] = {}
+        """What a wave costs beyond its slots in this round, if it is even and if not, as far as it was seen."""
         self._settle = WINDOW
         self._since = 0
 
     def begin_round(self, membership: Membership) -> None:
         """Take a place with as many slots as the pace of the round's workers, known to all of them, makes sense."""
-        self._steps.clear()
+        self._clear()
+        self._wave_costs.clear()
         self._settle, self._since = WINDOW, 0
         if self._job.sharding is not None:
             return  # it begins with even waves, and is measured anew
@@ -80,18 +84,20 @@ class Dealing:
 
     def note(self, seconds: Sequence[float], step: Step) -> None:
         """Note what the slots of a reduced step took."""
-        self.note_pace(pace_of(self._job.regrouping.reduction.sizes, seconds), step)
+        if self._can_deal:
+            self.note_pace(pace_of(self._job.regrouping.reduction.sizes, seconds), step)
 
-    def note_pace(self, seconds: Sequence[float], step: Step) -> None:
-        """Note what a slot of a reduced step took on each worker."""
+    def note_pace(self, seconds: Sequence[float], step: Step, waves: float = 0.0) -> None:
+        """Note what a slot of a reduced step took on each worker, and what all waves of a sharded one took."""
         is_full = step.num_samples == self._job.num_slots * self._job.slot_batch_size  # else slots are of several sizes
         if self._can_deal and is_full:
             self._steps.append(list(seconds))
+            self._waves.append(waves)
             self._since += 1
 
     def cross_boundary(self) -> None:
-        """Between two steps: deal anew if that pays."""
-        if self._since < self._settle or len(self._steps) < WINDOW:
+        """Between two steps: deal anew if that pays. Looked at once in a window: each step need not pay for it."""
+        if self._since < self._settle or self._since % WINDOW or len(self._steps) < WINDOW:
             return
         seconds = [median(column) for column in zip(*self._steps, strict=True)]
         if min(seconds) <= 0:
@@ -99,7 +105,11 @@ class Dealing:
         self.pace = dict(zip(self._job.regrouping.membership.workers, seconds, strict=True))
         if self._deal_anew(seconds):
             self._settle, self._since = min(2 * self._settle, MAX_SETTLE), 0
-            self._steps.clear()
+            self._clear()
+
+    def _clear(self) -> None:
+        self._steps.clear()
+        self._waves.clear()
 
     def _deal_anew(self, seconds: Sequence[float]) -> bool:
         """Move slots if that pays."""
@@ -109,10 +119,12 @@ class Dealing:
             if sizes is not None:
                 self._use(sizes, seconds)
             return sizes is not None
-        waves = better_waves(sharding.waves, seconds)
+        costs = self._wave_costs
+        costs[sharding.waves.is_even] = wave_cost(sharding.waves, seconds, median(self._waves))
+        waves = better_waves(sharding.waves, seconds, costs)
         if waves is None:
             return False
-        gain = waves_span(sharding.waves, seconds) / waves_span(waves, seconds)
+        gain = expected(sharding.waves, seconds, costs) / expected(waves, seconds, costs)
         regrouping.use(sharding.deal(waves))  # type: ignore[arg-type]  # its step does not ask for sums
         self._tell(regrouping.reduction.sizes, seconds, gain)
         return True

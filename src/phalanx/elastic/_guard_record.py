@@ -51,6 +51,8 @@ def after_update(record: GuardRecord, step: int, loss: float | None, norm: float
     >>> after_update(GuardRecord(losses=(1.0, 2.0), skips_in_row=2), 7, 3.0, None, window=2)
     GuardRecord(losses=(2.0, 3.0), norms=(), num_skipped=0, skips_in_row=0, clean_since=0, rollbacks=0)
     """
+    if not window and not record.skips_in_row and not record.rollbacks:
+        return record  # nothing to remember: the usual case, in every step
     return replace(
         record,
         losses=_with(record.losses, loss, window),

@@ -188,7 +188,7 @@ class Guarding:
         return roll_back(self._job, step.number, self._why)
 
     def _facts(self, step: Step, root: Flat | ReducedStep) -> StepFacts:
-        grads = self._nonfinite_grads(root)
+        grads = () if step.is_known_finite else self._nonfinite_grads(root)
         return StepFacts(
             loss=step.loss,
             grads=grads,
@@ -224,8 +224,9 @@ class Guarding:
         return nonfinite_names((name, p.grad) for name, p in names.items() if p.grad is not None)
 
     def _nonfinite_buffers(self, root: Flat | ReducedStep) -> tuple[str, ...]:
-        buffers = zip(self._job.buffers.names, root.read_buffers(self._job.buffers.live()), strict=True)
-        return tuple(name for name in nonfinite_names(buffers) if name not in (self._meant or ()))
+        values = zip(self._job.buffers.names, root.read_buffers(self._job.buffers.live()), strict=True)
+        looked_at = {name: value for name, value in values if name not in (self._meant or ())}
+        return () if are_finite(looked_at.values()) else nonfinite_names(looked_at.items())
 
     def _scale(self) -> float | None:
         scaler = self._job.scaler
@@ -318,6 +319,19 @@ def is_finite(tensor: Tensor) -> bool:
     tensor = tensor.detach()
     wide = torch.float32 if tensor.dtype.itemsize < 4 else None
     return bool(torch.isfinite(tensor.sum(dtype=wide)).item()) or bool(torch.isfinite(tensor).all().item())
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether all values of many small tensors of one device are finite; they are looked at together.
+
+    >>> are_finite([torch.ones(2), torch.tensor(3)]), are_finite([torch.ones(2), torch.tensor(float("nan"))])
+    (True, False)
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_floating_point() or tensor.is_complex():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor.detach().reshape(-1))
+    return all(is_finite(torch.cat(alike)) for alike in by_dtype.values())
 
 
 def nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> tuple[str, ...]:

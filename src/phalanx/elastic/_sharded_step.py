@@ -59,6 +59,7 @@ class ShardedStep(Step):
         self._began = time.monotonic()
         self._plan = sharding.waves
         self._slot_seconds: list[float] = []
+        self._wave_seconds = 0.0
         sharding.before_step()
         sharding.passes.renew()
         sharding.step = self
@@ -87,6 +88,7 @@ class ShardedStep(Step):
             if self._is_lost:
                 return
             first += len(ranks)
+        self._wave_seconds = self.job.clock.since_begin()
         if self._verifying.extra is not None:
             yield from self._extra_wave(*self._verifying.extra)
 
@@ -256,8 +258,9 @@ class ShardedStep(Step):
         return numbers
 
     def _pace(self) -> dict[str, float]:
-        """Return what a slot took this worker, without its data and without waiting for others."""
-        return {"pace": sum(self._slot_seconds) / len(self._slot_seconds) if self._slot_seconds else 0.0}
+        """Return what a slot took this worker, without its data and without waiting for others, and what waves took."""
+        pace = sum(self._slot_seconds) / len(self._slot_seconds) if self._slot_seconds else 0.0
+        return {"pace": pace, "waves": self._wave_seconds}
 
     def _requests(self) -> dict[str, float]:
         """Return how many requests for a save this worker knows of: all, and those that are dealt with."""
@@ -286,7 +289,8 @@ class ShardedStep(Step):
         self.num_samples = int(sums["samples"])
         self.wish, self.num_leaving = sums["wish"] > 0, int(sums["leaving"])
         self.is_again = sums["again"] > 0
-        self.job.dealing.note_pace([one["pace"] for one in numbers.wishes], self)
+        paces, waves = zip(*((one["pace"], one["waves"]) for one in numbers.wishes), strict=True)
+        self.job.dealing.note_pace(paces, self, max(waves))
 
     # ---- commit
 

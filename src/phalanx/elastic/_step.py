@@ -23,6 +23,7 @@ from phalanx.elastic._loading import Ticket
 from phalanx.elastic._rng import derive_seed, seed_everything
 from phalanx.elastic._slot_logs import SlotLogs
 from phalanx.elastic.membership._lost import LOST
+from phalanx.elastic.reduce._divide import divide
 from phalanx.elastic.reduce._early_send import Sending
 from phalanx.elastic.reduce._flat_layout import SCALARS, Flat
 from phalanx.elastic.reduce._norm_blocks import clip
@@ -158,6 +159,8 @@ class Step:
         """Means over all slots of what was logged (``Micro.log``), by name; known after the reduction."""
         self.is_unscaled = False
         """Whether the loss scale is out of the gradients."""
+        self.is_known_finite = False
+        """Whether the reduced gradient was looked at and is finite, and the loop had no chance to change it since."""
         self._slot_logs = SlotLogs()
         self.wish = False
         """Whether any worker wants to regroup at the boundary after this step."""
@@ -356,9 +359,7 @@ class Step:
         used = root.used.tolist()
         weight = sums["weight"]
         if weight > 0:
-            if weight != 1.0:
-                for flat in root.summed_grads():
-                    flat.div_(weight)
+            self.is_known_finite = bool(divide(root.summed_grads(), weight))
             self.loss = sums["loss"] / weight
         for param, grad, count in zip(self.job.params, root.grads, used, strict=True):
             param.grad = grad if count else None
@@ -380,9 +381,12 @@ class Step:
         """
         if self.outcome is Outcome.APPLIED:
             raise RuntimeError(f"step {self.number} is committed already")
+        is_reduced = self._root is not None
         if not self.reduce():
             assert self.outcome is not None, "a step that is not reduced was dropped or adopted"
             return self.outcome
+        if is_reduced:
+            self.is_known_finite = False  # the loop had the gradients in its hands: those that are there now count
         job = self.job
         assert self._root is not None, "reduce() returned True"
         reaction = job.guarding.judge(self, self._root)

@@ -19,6 +19,7 @@ from phalanx.events._event_types import (
     LimitReached,
     NodeNoticed,
     NonFiniteFound,
+    RolledBack,
     RoundFormed,
     Saved,
     SaveFailed,
@@ -26,6 +27,7 @@ from phalanx.events._event_types import (
     SlotsDealt,
     StateReceived,
     StateSent,
+    StepSkipped,
     TrainingEvent,
     TrainingFinished,
     TrainingLeft,
@@ -35,6 +37,7 @@ from phalanx.events._event_types import (
     WorkerHung,
     WorkerReplaced,
     WorkerStarted,
+    WrongBitsFound,
 )
 from phalanx.events._free_event import Event
 
@@ -105,6 +108,14 @@ def _of_worker(event: AnyEvent) -> str:
         return f"step {event.step} could not be saved: {event.error}"
     if isinstance(event, NonFiniteFound):
         return f"step {event.step} is not finite: {event.reaction}"
+    if isinstance(event, StepSkipped):
+        return f"step {event.step} is left out: {event.reason}"
+    if isinstance(event, RolledBack):
+        return f"step {event.step} led back to the save of step {event.to}: {event.reason}"
+    if isinstance(event, WrongBitsFound):
+        where = [event.what, *([f"slot {event.slot}"] if event.slot is not None else [])]
+        where += [f"{event.parameter}[{event.element}]"] if event.parameter else []
+        return f"{event.culprit or 'nobody knows who'} has wrong bits in step {event.step}: {', '.join(where)}"
     if isinstance(event, TrainingFinished):
         return f"{event.worker} finished after step {event.step}"
     if isinstance(event, TrainingLeft):

@@ -17,17 +17,21 @@ from phalanx.events._event_types import (
     GenerationFormed,
     JobRestarted,
     NodeLoad,
+    NonFiniteFound,
     Resumed,
+    RolledBack,
     RoundFormed,
     Saved,
     SaveFailed,
     ShutDown,
     StateSent,
     StepCommitted,
+    StepSkipped,
     TrainingFinished,
     TrainingStarted,
     WorkerFailed,
     WorkerStepTimes,
+    WrongBitsFound,
 )
 from phalanx.events._free_event import Event
 from phalanx.watch._committed import CommittedRange
@@ -113,10 +117,13 @@ class JobView:
             self._tell(event, time, is_new_round=self.lifelines.newest > rounds)
 
     def _tell(self, event: AnyEvent, time: float, *, is_new_round: bool) -> None:
-        """Keep what people read; of a round, which each of its workers tells, and of cells the sum is shown."""
+        """Keep what people read; of a round, which each of its workers tells, and of cells the sum is shown. What all
+        workers decide alike, and each tells, is kept once."""
         if isinstance(event, (CellsHeld, CellsMoved)) or (isinstance(event, RoundFormed) and not is_new_round):
             return
         text = round_in_words(event) if isinstance(event, RoundFormed) else in_words(event)
+        if isinstance(event, TOLD_BY_ALL) and any(one["text"] == text for one in self.news):
+            return
         self.news.append({"time": round(time, 3), "kind": event.kind, "text": text})
 
     def _take_times(self, event: WorkerStepTimes) -> None:
@@ -312,8 +319,13 @@ def live_block(view: JobView) -> str:
     return "\n".join(["  ".join(words), *last])
 
 
-TOLD = ("worker_failed", "worker_hung", "saved", "save_failed", "action", "left", "went_back", "nonfinite")
+TOLD = (
+    *("worker_failed", "worker_hung", "saved", "save_failed", "action", "left", "went_back"),
+    *("nonfinite", "skipped", "rolled_back", "wrong_bits"),
+)
 """What the live block tells of below the numbers."""
+
+TOLD_BY_ALL = (NonFiniteFound, StepSkipped, RolledBack, WrongBitsFound)
 
 
 def finite(value: float | None) -> float | None:

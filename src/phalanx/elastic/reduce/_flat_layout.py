@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx._torch_private import foreach_copy_
+
 SCALARS = ("loss", "weight", "samples", "logs", "wish", "leaving", "again")
 """Sums over slots that ride along: weighted loss, weight, samples, whether anything was logged; and, of workers, who
 wants to regroup or leave, and who computes the step again because it was not finite."""
@@ -144,8 +146,8 @@ class Flat:
         return [raw.clone().view(buffer.dtype).view(buffer.shape) for raw, buffer in zip(self.raw, like, strict=True)]
 
     def get_buffers(self, buffers: Sequence[Tensor]) -> None:
-        for buffer, value in zip(buffers, self.read_buffers(buffers), strict=True):
-            buffer.detach().copy_(value)
+        if buffers:
+            foreach_copy_([buffer.detach() for buffer in buffers], self.read_buffers(buffers))
 
 
 def _cut(

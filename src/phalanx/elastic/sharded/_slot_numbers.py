@@ -40,16 +40,17 @@ class StepNumbers:
     """Of each worker."""
 
 
-WISHES = ("wish", "leaving", "again", "seconds", "rate", "pace", "asked", "answered")
-"""Of a worker: what it wants, how long its last step took, how fast cells moved, what a slot took it in this step, how
-many requests for a save it has heard of, and how many it knows to be dealt with."""
+WISHES = ("wish", "leaving", "again", "seconds", "rate", "pace", "waves", "asked", "answered")
+"""Of a worker: what it wants, how long its last step took, how fast cells moved, what a slot and all waves took it in
+this step, how many requests for a save it has heard of, and how many it knows to be dealt with."""
 
 
 def exchange_numbers(
     group: Group, rows: Mapping[int, SlotRow], wishes: Mapping[str, float], *, waves: WavePlan, num_params: int
 ) -> StepNumbers:
     """Give this worker's rows and wishes to all; what they are together."""
-    size, width, num_slots = group.size, len(SCALARS) + num_params + 1, len(waves.owners)
+    size, num_slots = group.size, len(waves.owners)
+    width = max(len(SCALARS) + num_params + 1, len(WISHES))
     places = waves.places
     num_rows = 1 + max(row for _, row in places)
     mine = torch.zeros(num_rows + 1, width)
@@ -70,7 +71,7 @@ def exchange_numbers(
     each = tuple(dict(zip(WISHES, line, strict=True)) for line in told[:, -1, : len(WISHES)].tolist())
     sums = dict(zip(SCALARS, total[: len(SCALARS)], strict=True))
     sums.update({name: sum(one[name] for one in each) for name in WISHES})
-    return StepNumbers(sums, tuple(total[len(SCALARS) :]), notes, each)
+    return StepNumbers(sums, tuple(total[len(SCALARS) :][:num_params]), notes, each)
 
 
 def exchange_buffers(group: Group, first: Sequence[Tensor] | None, like: Sequence[Tensor]) -> list[Tensor]:

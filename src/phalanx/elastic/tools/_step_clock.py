@@ -42,7 +42,7 @@ class StepClock:
         self._events = events
         self._laps = [0.0, 0.0, 0.0, 0.0]
         self._slot_began = (0.0, 0.0)
-        self._last = 0.0
+        self._began = self._last = 0.0
         self._is_in_step = False
         self._waits = False
         self._first = -1
@@ -64,7 +64,11 @@ class StepClock:
         self._slot_began = (0.0, 0.0)
         self._is_in_step = True
         self._waits = False
-        self._last = time.perf_counter()
+        self._began = self._last = time.perf_counter()
+
+    def since_begin(self) -> float:
+        """Return the seconds since the step began."""
+        return time.perf_counter() - self._began
 
     def lap(self, part: int) -> None:
         """Count the time since the last lap as ``part``."""
