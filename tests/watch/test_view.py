@@ -207,11 +207,11 @@ def test_slots_that_are_apart_are_counted_not_numbered() -> None:
     row = {one.worker: one for one in view.lifelines.lives.values()}["n.c"].to_record()
     assert row["slots"][-1] == [108.0, None, 3]
     dealt = types.SlotsDealt(
-        worker="n.a", time=109.0, step=5, generation=1, workers=both, sizes=(2, 2), pace=(0.1, 0.1), gain=1.1
+        worker="n.a", time=109.0, step=5, generation=1, workers=both, sizes=(3, 2), pace=(0.1, 0.1), gain=1.1
     )
     view.take(dealt)
     slots = {one.worker: one.to_record()["slots"][-1] for one in view.lifelines.lives.values()}
-    assert slots["n.a"] == [109.0, 0, 2]
+    assert slots["n.a"] == [109.0, 0, 3]
     assert slots["n.c"] == [109.0, None, 2]
 
 
