@@ -87,7 +87,11 @@ def test_a_script_trains_as_it_does_in_eager(case: str) -> None:
         eager, model = change(mlp(mesh)), change(mlp(mesh))
         call = torch.compile(model, backend="aot_eager", **options)
         sizes = {name: value for name, value in given.items() if name == "sizes"}
-        assert same(trained(eager, eager, **sizes), trained(model, call, **given))
+        wanted, found = trained(eager, eager, **sizes), trained(model, call, **given)
+        if "compiles_step" not in given:
+            assert same(wanted, found)
+        for one, other in zip(wanted, found, strict=True):  # torch's AdamW rounds otherwise where it is compiled
+            torch.testing.assert_close(other, one, rtol=0, atol=2e-5 * float(one.abs().max()))
 
     on_mesh(body, 2, timeout=500.0)
 

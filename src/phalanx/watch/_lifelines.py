@@ -47,7 +47,7 @@ class Lifeline:
     host: str = ""
     node_rank: int = -1
     pid: int = 0
-    slots: deque[list[float | int | None]] = field(default_factory=lambda: deque(maxlen=MAX_MARKS))
+    slots: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=MAX_MARKS))
     """Each: since when, the first slot (None where they are apart), how many."""
     marks: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=MAX_MARKS))
     """Each: when, what (join, death, leave, hang, save, state, end), and in words."""
