@@ -16,6 +16,7 @@ from phalanx import comm
 from phalanx.ddp import DistributedDataParallel
 from phalanx.tensor import init_device_mesh
 from phalanx.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch_settings import recompile_limit
 
 pytestmark = [
     pytest.mark.timeout(280),
@@ -35,7 +36,7 @@ WAYS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=64):  # simulated ranks share the code of a function
+    with recompile_limit(64):
         yield
     torch._dynamo.reset()
 
@@ -93,6 +94,7 @@ def test_buckets_leave_before_the_last_graph_of_backward(way: str) -> None:
         for one, other in zip(compiled, eager, strict=True):
             assert torch.equal(one, other)
         assert seen.count("graph") == 4, seen
+        assert seen[: seen.index("all_reduce")] == ["graph"], "the first bucket leaves after a quarter of backward"
         last = len(seen) - seen[::-1].index("graph") - 1
         assert seen[:last].count("all_reduce") == 3, seen
 

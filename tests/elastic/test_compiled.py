@@ -11,6 +11,8 @@ import torch._dynamo
 from scripted_world import Die, World
 from test_regroup import die_at
 
+from torch_settings import recompile_limit
+
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:The .grad attribute"),  # Dynamo looks at it
@@ -24,7 +26,7 @@ def compiled(model: torch.nn.Module) -> torch.nn.Module:
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=64):  # workers in threads share the code of a function
+    with recompile_limit(64):
         yield
     torch._dynamo.reset()
 

@@ -27,6 +27,7 @@ from phalanx.comm import observe, simulate
 from phalanx.elastic import Job, RunOptions
 from phalanx.elastic._job_mesh import mesh_at, relay_of
 from phalanx.tensor import Shard, distribute_tensor
+from torch_settings import recompile_limit
 
 pytestmark = [
     pytest.mark.timeout(580),
@@ -37,7 +38,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=64):  # workers in threads share the code of a function
+    with recompile_limit(64):
         yield
     torch._dynamo.reset()
 

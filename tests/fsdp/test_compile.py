@@ -14,6 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from fsdp.models import batch, build
 from fsdp.ranks import on_ranks, shard
 from phalanx import comm
+from torch_settings import recompile_limit
 
 pytestmark = [
     pytest.mark.timeout(280),
@@ -24,7 +25,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=64):  # simulated ranks share the code of a function
+    with recompile_limit(64):
         yield
     torch._dynamo.reset()
 

@@ -17,6 +17,7 @@ from test_compile_programs import BLOCK_PLAN, PLAN, run, spread, values
 
 from phalanx.tensor import Replicate, Shard
 from phalanx.tensor.parallel import parallelize_module
+from torch_settings import in_all_threads, recompile_limit
 
 pytestmark = [
     pytest.mark.soak,  # compiling takes half a minute; with aot_eager the same program is compiled in every run
@@ -32,7 +33,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder of its own for what is built, no pool of compiling processes, which would outlive the test."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
-    with torch._inductor.config.patch(compile_threads=1), torch._dynamo.config.patch(recompile_limit=64):
+    with in_all_threads(torch._inductor.config, "compile_threads", 1), recompile_limit(64):
         yield
     torch._dynamo.reset()
 

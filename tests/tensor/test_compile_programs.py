@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from phalanx import comm
 from phalanx.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor, manual_seed
 from phalanx.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch_settings import recompile_limit
 
 pytestmark = [
     pytest.mark.timeout(580),
@@ -35,7 +36,7 @@ BLOCK_PLAN = {
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=64):  # simulated ranks share the code of a function
+    with recompile_limit(64):
         yield
     torch._dynamo.reset()
 

@@ -20,6 +20,7 @@ from phalanx.watch import _files
 from phalanx.watch._decimate import Curve, HeatMap
 from phalanx.watch._files import TRUSTED, YOUNG, Listing, Tail, find_event_files
 from phalanx.watch._hub import Hub
+from phalanx.watch._in_words import in_words
 from phalanx.watch._incidents import Incidents
 from phalanx.watch._view import JobView, live_block
 
@@ -197,6 +198,29 @@ def test_a_node_that_told_its_load_before_the_rendezvous_is_one_node() -> None:
     for time, node in ((2.0, "h_1_a"), (2.1, "h_2_b"), (3.0, "h_1_a")):  # two agents of one machine
         view.take(types.NodeLoad(time=time, node=node, node_rank=0, cpu=0.5, **load))
     assert {row["node"]: row["cpu_history"] for row in view.nodes()} == {"h_1_a": [0.1, 0.5, 0.5], "h_2_b": [0.5]}
+
+
+def test_slots_that_are_apart_are_counted_not_numbered() -> None:
+    """Those of a sharded job: a worker computes one of each wave."""
+    view, both = told(story()).view, ("n.a", "n.c")
+    view.take(formed("n.c", 108.0, both, generation=1, round=2, first_slot=None, num_slots=3))
+    row = {one.worker: one for one in view.lifelines.lives.values()}["n.c"].to_record()
+    assert row["slots"][-1] == [108.0, None, 3]
+    dealt = types.SlotsDealt(
+        worker="n.a", time=109.0, step=5, generation=1, workers=both, sizes=(3, 2), pace=(0.1, 0.1), gain=1.1
+    )
+    view.take(dealt)
+    slots = {one.worker: one.to_record()["slots"][-1] for one in view.lifelines.lives.values()}
+    assert slots["n.a"] == [109.0, 0, 3]
+    assert slots["n.c"] == [109.0, None, 2]
+
+
+def test_the_account_at_the_end_is_told_in_words() -> None:
+    account: dict[str, Any] = {"parts": {"productive": 8.0}, "failures": 0, "seconds": 5.0}
+    event = types.GoodputTold(
+        time=1.0, job="j", goodput=0.8, worker_seconds=10.0, text="goodput 80%, 0 failures", **account
+    )
+    assert in_words(event) == "goodput 80%, 0 failures"
 
 
 def test_the_live_block_says_where_the_job_is() -> None:

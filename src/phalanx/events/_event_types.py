@@ -236,7 +236,7 @@ class RoundFormed(TrainingEvent):
     """How much of ``seconds`` it took to bring all to one state."""
     first_slot: int | None = None
     num_slots: int | None = None
-    """How many slots this worker carries, from ``first_slot`` on."""
+    """How many slots this worker carries, from ``first_slot`` on; without it they are not neighbours."""
     is_verified: bool | None = None
     """Whether the digests of all workers were compared, and were equal."""
     kind: ClassVar[str] = "regrouped"

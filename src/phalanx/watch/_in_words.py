@@ -12,6 +12,7 @@ from phalanx.events._event_types import (
     CellsMoved,
     GenerationEnded,
     GenerationFormed,
+    GoodputTold,
     GroupLost,
     JobEvent,
     JobRestarted,
@@ -79,7 +80,7 @@ def _of_agent(event: JobEvent) -> str:
         return f"{event.action} {event.detail}, asked by {event.by}"
     if isinstance(event, JobWentBack):
         return f"went back from step {event.from_step} to step {event.to_step}"
-    return ""
+    return event.text if isinstance(event, GoodputTold) else ""
 
 
 def _of_worker(event: AnyEvent) -> str:

@@ -47,8 +47,8 @@ class Lifeline:
     host: str = ""
     node_rank: int = -1
     pid: int = 0
-    slots: deque[list[float | int]] = field(default_factory=lambda: deque(maxlen=MAX_MARKS))
-    """Each: since when, the first slot, how many."""
+    slots: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=MAX_MARKS))
+    """Each: since when, the first slot (None where they are apart), how many."""
     marks: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=MAX_MARKS))
     """Each: when, what (join, death, leave, hang, save, state, end), and in words."""
     reason: str = ""
@@ -58,7 +58,7 @@ class Lifeline:
     def mark(self, time: float, what: str, text: str = "") -> None:
         self.marks.append([round(time, 3), what, text])
 
-    def carry(self, time: float, first_slot: int, num_slots: int) -> None:
+    def carry(self, time: float, first_slot: int | None, num_slots: int) -> None:
         """Note that these are its slots now."""
         if not self.slots or self.slots[-1][1:] != [first_slot, num_slots]:
             self.slots.append([round(time, 3), first_slot, num_slots])
@@ -163,14 +163,16 @@ class Lifelines:
     def _take_deal(self, event: SlotsDealt) -> None:
         first = 0
         for worker, size in zip(event.workers, event.sizes, strict=False):
-            self.see(worker, event.time).carry(event.time, first, size)
+            life = self.see(worker, event.time)
+            are_apart = bool(life.slots) and life.slots[-1][1] is None
+            life.carry(event.time, None if are_apart else first, size)
             first += size
 
     def _take_round(self, event: RoundFormed, life: Lifeline) -> None:
         if event.rank is not None:
             life.rank = event.rank
         if event.num_slots is not None:
-            life.carry(event.time, event.first_slot or 0, event.num_slots)
+            life.carry(event.time, event.first_slot, event.num_slots)
         is_new = event.worker in event.joined
         if is_new:
             life.mark(event.time, "join", f"joined at step {event.step}")

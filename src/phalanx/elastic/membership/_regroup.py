@@ -373,7 +373,7 @@ class Regrouping:
                 rank=membership.rank,
                 machine=fingerprint(self._job.model),
                 state_seconds=state_seconds,
-                first_slot=next(iter(self.reduction.slots), 0),
+                first_slot=_first_slot(self.reduction.slots),
                 num_slots=len(self.reduction.slots),
                 is_verified=self._job.run.verify or None,
             )
@@ -387,3 +387,14 @@ class Regrouping:
             if callback is not None:
                 for worker in workers:
                     callback(worker)
+
+
+def _first_slot(slots: Sequence[int]) -> int | None:
+    """Return the first of neighbours; nothing of slots that are apart, as those of a sharded job are.
+
+    >>> _first_slot([3, 4, 5]), _first_slot([0, 4]), _first_slot([])
+    (3, None, 0)
+    """
+    if not slots:
+        return 0
+    return slots[0] if slots[-1] - slots[0] == len(slots) - 1 else None

@@ -13,7 +13,9 @@ import torch
 from phalanx._torch_private import TracingContext, UnsupportedFakeTensor, WeakTensorKeyDictionary
 from phalanx.tensor.core._dtensor import DTensor, wrap
 
-_KEPT = "_phalanx_fakes"  # attribute of a FakeTensorMode: DTensor -> its fake
+# Attribute of a FakeTensorMode: local tensor -> the fake of each DTensor that holds it, by the id of the DTensor. The
+# mode lives as long as its graph, and module.to(dtype) swaps no parameter to which there is a weak reference.
+_KEPT = "_phalanx_fakes"
 
 
 def faker(plain: Any) -> Any:
@@ -31,11 +33,12 @@ def faker(plain: Any) -> Any:
         _check_traceable(tensor, source)
         from phalanx._torch_private import AttrSource  # start-up: it imports Dynamo
 
-        kept = self.__dict__.setdefault(_KEPT, WeakTensorKeyDictionary())
-        if tensor not in kept:
+        kept = self.__dict__.setdefault(_KEPT, WeakTensorKeyDictionary()).setdefault(tensor._local, {})
+        key = id(tensor), tensor._spec
+        if key not in kept:
             local = plain(self, tensor._local, static_shapes=True, source=AttrSource(source, "_local"))
-            kept[tensor] = wrap(local, tensor._spec)
-        return kept[tensor]
+            kept[key] = wrap(local, tensor._spec)
+        return kept[key]
 
     return from_tensor
 

@@ -10,6 +10,7 @@ looked at here before every call; where it differs from that of the trace, the r
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,9 @@ def local_compiler(plain: Callable[..., Any]) -> Callable[..., Any]:
     def compile_local(graph: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         if not isinstance(graph, fx.GraphModule) or not _concerns_us(graph, inputs):
             return plain(graph, inputs, *args, **kwargs)
+        if any(isinstance(value, DTensor) for value in _attributes(graph)):
+            disabled: Callable[..., Any] = torch.compiler.disable(graph)  # a compiled optimizer's parameters, not given
+            return disabled
         program = _LocalProgram(graph, inputs)
         return program.called_by(plain(program.module(), program.example_locals, *args, **kwargs))
 
@@ -36,9 +40,13 @@ def local_compiler(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _concerns_us(graph: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    if any(isinstance(value, DTensor) for value in inputs):
+    if any(isinstance(value, DTensor) for value in (*inputs, *_attributes(graph))):
         return True
     return any(isinstance(node.meta.get("example_value"), DTensor) for node in graph.graph.nodes)
+
+
+def _attributes(graph: fx.GraphModule) -> list[Any]:
+    return [operator.attrgetter(str(node.target))(graph) for node in graph.graph.find_nodes(op="get_attr")]
 
 
 class _LocalProgram:
