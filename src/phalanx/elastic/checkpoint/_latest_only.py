@@ -138,9 +138,8 @@ class LatestOnly(Generic[Item]):
             self.backoff.reset()
         with self._changed:
             self._failed = (0, OSError()) if failed is None else (self._num_begun, failed)
-            if failed is not None:
-                if self._next is None and not self._closed and not self._is_unwanted:
-                    self._next = self._current
+            if failed is not None and self._next is None and not self._closed and not self._is_unwanted:
+                self._next = self._current
             self._current = None  # who waits finds that nobody refers to what was done
             self._busy = False
             self._changed.notify_all()
