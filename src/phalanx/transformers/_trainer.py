@@ -14,7 +14,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -50,9 +49,6 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
     them, for any number of workers. ``evaluate="everywhere"``: each worker evaluates on everything;
     ``"shared"``: evaluation batches are shared out, and give the loss alone.
     """
-
-    loss_is_scaled_for_ga = True
-    """There is nothing to divide by: a slot is one batch, and its weight is the job's."""
 
     def __init__(
         self,
@@ -250,13 +246,12 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
     def _compute(self, model: nn.Module) -> bool:
         """Compute this worker's slots and sum; return whether the step is reduced, or was taken over from another."""
         step = self._current
-        with _quick_train(model):
-            for micro in step:
-                self._micro, batch = micro, micro.batch
-                self._items = self._get_num_items_in_batch([batch], self.args.device)
-                self.current_gradient_accumulation_steps = 1
-                self._count(micro)
-                super().training_step(model, batch, self._items)
+        for micro in step:
+            self._micro, batch = micro, micro.batch
+            self._items = self._get_num_items_in_batch([batch], self.args.device)
+            self.current_gradient_accumulation_steps = 1
+            self._count(micro)
+            super().training_step(model, batch, self._items)
         self._micro = None
         return step.unscale() or step.outcome is Outcome.ADOPTED
 
@@ -344,25 +339,6 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-
-@contextmanager
-def _quick_train(model: nn.Module) -> Iterator[None]:
-    """Have ``model.train()``, which the trainer calls for each slot, look whether there is something to do first."""
-    modules = list(model.modules())
-    if "train" in vars(model) or any(type(module).train is not nn.Module.train for module in modules):
-        yield  # the user's own is called each time
-        return
-
-    def train(mode: bool = True) -> nn.Module:
-        is_so = mode is True and all(module.training for module in modules)
-        return model if is_so else nn.Module.train(model, mode)
-
-    vars(model)["train"] = train
-    try:
-        yield
-    finally:
-        del vars(model)["train"]
 
 
 def _is_whole(checkpoint: Path) -> bool:
