@@ -91,3 +91,26 @@ def test_a_save_that_is_being_written_is_not_written_over(tmp_path: Path, monkey
     saving.wait_idle()
     assert written == [1000.0, 2000.0, 3000.0]
     assert torch.equal(saving.load_good(2)["weight"], torch.full((1000,), 2.0))
+
+
+def test_a_save_that_is_written_gives_its_memory_to_the_next_one(tmp_path: Path):
+    """The thread that wrote it keeps nothing of it while it waits: the next save would need as much again."""
+    saving = Saving(Saves(directory=tmp_path), EventLog(None))
+    places = []
+    for step in (1, 2, 3):
+        saving.submit(step, {"weight": torch.rand(1000)})
+        saving.wait_idle()
+        assert saving._staging._kept is not None, "it came back"
+        places.append(saving._staging._kept.ctypes.data)
+    assert len(set(places)) == 1
+
+
+def test_a_save_that_the_disk_took_at_last_gives_its_memory_back(tmp_path: Path):
+    (tmp_path / "saves").touch()  # a file where the directory should be
+    saving = Saving(Saves(directory=tmp_path / "saves"), EventLog(None))
+    saving.submit(1, {"weight": torch.rand(1000)})
+    with pytest.raises(OSError):
+        saving.wait_idle()
+    (tmp_path / "saves").unlink()
+    saving.wait_idle()
+    assert saving._staging._kept is not None

@@ -108,3 +108,17 @@ def test_a_run_goes_on_from_lightnings_own_checkpoint(runs):
     for found in run.results().values():
         assert (found["digest"], found["lr"], found["step"]) == (expected["digest"], expected["lr"], expected["step"])
         assert found["seen"] == expected["seen"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("evaluate", ["everywhere", "shared"])
+def test_what_follows_a_fit_is_the_same_on_every_worker(runs, evaluate):
+    """Validation, tests with the last and the best weights, and predictions; from a data module with a hook."""
+    script = "lightning_after_fit_script.py"
+    alone, run = runs(script, evaluate), runs(script, evaluate, workers=2)
+    assert_equal_everywhere(run, alone)
+    (found,) = alone.results().values()
+    assert len(run.results()) == 2
+    assert found["fit"]["number"] == 3.0
+    assert found["fit"]["half"] == pytest.approx(found["fit"]["loss_epoch"] / 2)
+    assert len(found["predict"]) == 64

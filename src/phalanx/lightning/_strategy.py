@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
@@ -27,8 +29,11 @@ from phalanx.elastic import Callbacks, Job, Micro, RunOptions, Step, write_once
 from phalanx.elastic._rng import derive_seed, seed_everything
 from phalanx.integrations.step_loader import LoaderPlan, SharedBatches, StepLoader, check_options
 from phalanx.lightning import _log_writer, _refusals
-from phalanx.lightning._logged_values import recording, replay
+from phalanx.lightning._logged_values import SlotLog, recording, replay
 from phalanx.lightning._trainer_state import TrainerState
+
+_TRANSFER_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
+_SLOT_HOOKS = (*_TRANSFER_HOOKS, "on_before_backward", "on_after_backward")
 
 
 class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # an extra: mypy sees no types of it
@@ -64,6 +69,8 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # an extra: 
         self._steps: Iterator[Step] | None = None
         self._step: Step | None = None
         self._micro: Micro | None = None
+        self._slot_log: SlotLog | None = None
+        self._heard: frozenset[str] = frozenset()
         self._tails: list[_log_writer.LogTail] = []
         self._num_broadcasts: dict[int, int] = {}
 
@@ -163,6 +170,7 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # an extra: 
         if trainer.global_step:
             job.continue_at(trainer.global_step)
         job.begin()
+        self._slot_log = SlotLog(self.lightning_module, trainer._logger_connector)
         self.job = job
         self._steps = job.steps(until_finish=True)
         _log_writer.set_writer(job.is_writer)
@@ -206,17 +214,18 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # an extra: 
         while not self._attempt(step, optimizer, closure):
             assert self._steps is not None, "the job has begun"
             step = self._step = next(self._steps)  # the same one: it was dropped
-        replay(self._trainer._results, step.logs, step.num_samples)
+        assert self._slot_log is not None, "the job has begun"
+        self._slot_log.replay(self._trainer._results, step.logs, step.num_samples)
         loss = torch.tensor(float("nan") if step.loss is None else step.loss, device=self.root_device)
         closure._result = ClosureResult(loss)
         return loss
 
     def _attempt(self, step: Step, optimizer: Any, closure: Closure) -> bool:
         """Compute this worker's part of a step and commit it; whether it is committed."""
-        results = self._trainer._results
-        for micro in step:
-            self._micro = micro
-            with recording(results, micro.batch, micro.num_samples, micro.log):
+        assert self._slot_log is not None, "the job has begun"
+        self._heard = _heard_hooks(self._trainer)
+        with self._slot_log.recording(self._trainer._results, step) as slots:
+            for self._micro in slots:
                 closure()
         self._micro = None
         if step.unscale():
@@ -227,7 +236,9 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # an extra: 
         """Run the user's on the batch of the slot; Lightning's own batch is the number of the step."""
         assert self._micro is not None, "a slot is computed"
         batch = self.precision_plugin.convert_input(self._micro.batch)
-        return super().training_step(super().batch_to_device(batch), *args[1:], **kwargs)
+        is_moved_by_hooks = self._heard.intersection(_TRANSFER_HOOKS)
+        moved = super().batch_to_device(batch) if is_moved_by_hooks else move_data_to_device(batch, self.root_device)
+        return super().training_step(moved, *args[1:], **kwargs)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self._trainer.training or isinstance(batch, DataLoader):
@@ -236,9 +247,15 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # an extra: 
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         assert self._micro is not None, "a slot is computed"
-        Precision.pre_backward(self.precision_plugin, closure_loss, self.lightning_module)  # hooks; the job scales
+        if "on_before_backward" in self._heard:  # its hooks alone: the job scales
+            Precision.pre_backward(self.precision_plugin, closure_loss, self.lightning_module)
         self._micro.backward(closure_loss)
-        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        if (
+            "on_after_backward" in self._heard
+            or type(self.precision_plugin).post_backward is not Precision.post_backward
+        ):
+            return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        return closure_loss.detach()
 
     # -- validation -------------------------------------------------------------------------------------------
 
@@ -267,6 +284,20 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # an extra: 
         means = self.job.evaluate(loader.dataset, score, batch_size=loader.batch_size, collate_fn=loader.collate_fn)
         replay(results, means, len(loader.dataset))
         return None
+
+
+def _heard_hooks(trainer: Any) -> frozenset[str]:
+    """Return which hooks of a slot somebody has written: Lightning's way to call one costs more than its empty body."""
+    owners = [(trainer.lightning_module, LightningModule), (trainer.datamodule, LightningDataModule)]
+    owners += [(callback, Callback) for callback in trainer.callbacks]
+    return frozenset(
+        hook
+        for hook in _SLOT_HOOKS
+        for owner, parent in owners
+        if owner is not None
+        and hasattr(parent, hook)
+        and getattr(getattr(owner, hook, None), "__func__", None) is not getattr(parent, hook)
+    )
 
 
 StrategyRegistry.register(ElasticStrategy.strategy_name, ElasticStrategy, description=ElasticStrategy.__name__)

@@ -31,6 +31,8 @@ class LatestOnly(Generic[Item]):
         self._name = name
         self._on_failed = on_failed
         self._next: Item | None = None
+        self._current: Item | None = None
+        """What is worked on: no local variable of the thread, which would hold it until the next one comes."""
         self._is_hurried = False
         """Whether someone waits: the next attempt is made at once."""
         self._num_begun = 0
@@ -98,44 +100,46 @@ class LatestOnly(Generic[Item]):
     def _fail(self, error: BaseException) -> None:
         """The thread is over: the next ``submit`` says why and starts another."""
         with self._changed:
-            self._error, self._next, self._busy, self._thread = error, None, False, None
+            self._error, self._next, self._current, self._busy, self._thread = error, None, None, False, None
             self._changed.notify_all()
 
     def _run(self) -> None:
-        while (item := self._wait_next()) is not None:
+        while self._take_next():
             failed: OSError | None = None
             try:
-                self._work(item)
+                assert self._current is not None, "it was taken"
+                self._work(self._current)
             except OSError as error:
                 failed = error
             except Exception as error:
                 self._error = error
-            self._end_attempt(item, failed)
+            self._end_attempt(failed)
 
-    def _wait_next(self) -> Item | None:
-        """Return the item to work on now; None when it is time to end."""
+    def _take_next(self) -> bool:
+        """Wait for the item to work on now; whether there is one, or it is time to end."""
         with self._changed:
             while self._next is None or not self._is_due():
                 if self._next is None and self._closed:
-                    return None
+                    return False
                 self._changed.wait(None if self._next is None else self.backoff.pause)
-            item, self._next = self._next, None
+            self._current, self._next = self._next, None
             self._busy, self._is_hurried = True, False
             self._num_begun += 1
-            return item
+            return True
 
     def _is_due(self) -> bool:
         return self._is_hurried or self._closed or not self.backoff.pause
 
-    def _end_attempt(self, item: Item, failed: OSError | None) -> None:
+    def _end_attempt(self, failed: OSError | None) -> None:
+        assert self._current is not None, "it was worked on"
         if failed is not None:  # told before anybody who waits goes on
-            self._on_failed(item, failed, self.backoff.fail())
+            self._on_failed(self._current, failed, self.backoff.fail())
         else:
             self.backoff.reset()
         with self._changed:
-            if failed is not None:
-                self._failed = (self._num_begun, failed)
-                if self._next is None and not self._closed and not self._is_unwanted:
-                    self._next = item
+            self._failed = (0, OSError()) if failed is None else (self._num_begun, failed)
+            if failed is not None and self._next is None and not self._closed and not self._is_unwanted:
+                self._next = self._current
+            self._current = None  # who waits finds that nobody refers to what was done
             self._busy = False
             self._changed.notify_all()
