@@ -1,0 +1,52 @@
+"""Runs a job by ``phalanx.integrations.ray`` on a Ray cluster of this host, whose nodes come and go as a file says.
+
+``ray_driver.py DIR MAX ARGUMENTS...``: ``DIR/nodes`` holds how many nodes with one processor each there are to be; one
+that is too many is gone without a word.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import ray
+from ray.cluster_utils import Cluster
+
+from phalanx.integrations.ray import run
+
+
+def follow(cluster: Cluster, file: Path, is_over: threading.Event) -> None:
+    """Have as many nodes as the file says."""
+    nodes: list[object] = []
+    while not is_over.wait(0.05):
+        wanted = int(file.read_text())
+        while len(nodes) < wanted:
+            nodes.append(cluster.add_node(num_cpus=1))
+        while len(nodes) > wanted:
+            cluster.remove_node(nodes.pop(), allow_graceful=False)
+
+
+def main() -> None:
+    directory, most = Path(sys.argv[1]), int(sys.argv[2])
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_health_check_failure_threshold": "2"}
+    is_over = threading.Event()
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as scratch:
+        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": scratch}  # the path of a socket has to be short
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        thread = threading.Thread(target=follow, args=(cluster, directory / "nodes", is_over))
+        try:
+            ray.init(address=cluster.address)
+            thread.start()
+            run(sys.argv[3:], nodes=(1, most))
+        finally:
+            is_over.set()
+            thread.join()
+            ray.shutdown()
+            cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
