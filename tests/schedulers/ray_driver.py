@@ -11,16 +11,14 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-
-import ray
-from ray.cluster_utils import Cluster
+from typing import Any
 
 from phalanx.integrations.ray import run
 
 
-def follow(cluster: Cluster, file: Path, is_over: threading.Event) -> None:
+def follow(cluster: Any, file: Path, is_over: threading.Event) -> None:
     """Have as many nodes as the file says."""
-    nodes: list[object] = []
+    nodes: list[Any] = []
     while not is_over.wait(0.05):
         wanted = int(file.read_text())
         while len(nodes) < wanted:
@@ -31,11 +29,14 @@ def follow(cluster: Cluster, file: Path, is_over: threading.Event) -> None:
 
 def main() -> None:
     directory, most = Path(sys.argv[1]), int(sys.argv[2])
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_health_check_failure_threshold": "2"}
     is_over = threading.Event()
+    # In a folder of its own, with a short name: it has sockets in it.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as scratch:
-        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": scratch}  # the path of a socket has to be short
-        cluster = Cluster(initialize_head=True, head_node_args=head)
+        os.environ |= {"RAY_TMPDIR": scratch, "RAY_USAGE_STATS_ENABLED": "0"}
+        import ray  # it looks at these variables then
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         thread = threading.Thread(target=follow, args=(cluster, directory / "nodes", is_over))
         try:
             ray.init(address=cluster.address)
