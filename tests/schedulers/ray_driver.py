@@ -9,27 +9,28 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from phalanx.integrations.ray import run
 
 
-def follow(cluster: Any, file: Path, is_over: threading.Event) -> None:
-    """Have as many nodes as the file says."""
+def follow(cluster: Any, file: Path, job: Future[None]) -> None:
+    """Have as many nodes as the file says, until the job is over. Only a main thread can start nodes."""
     nodes: list[Any] = []
-    while not is_over.wait(0.05):
+    while not job.done():
         wanted = int(file.read_text())
         while len(nodes) < wanted:
             nodes.append(cluster.add_node(num_cpus=1))
         while len(nodes) > wanted:
             cluster.remove_node(nodes.pop(), allow_graceful=False)
+        time.sleep(0.05)
 
 
 def main() -> None:
     directory, most = Path(sys.argv[1]), int(sys.argv[2])
-    is_over = threading.Event()
     # In a folder of its own, with a short name: it has sockets in it.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as scratch:
         os.environ |= {"RAY_TMPDIR": scratch, "RAY_USAGE_STATS_ENABLED": "0"}
@@ -37,14 +38,13 @@ def main() -> None:
         from ray.cluster_utils import Cluster
 
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        thread = threading.Thread(target=follow, args=(cluster, directory / "nodes", is_over))
         try:
             ray.init(address=cluster.address)
-            thread.start()
-            run(sys.argv[3:], nodes=(1, most))
+            with ThreadPoolExecutor(1) as pool:
+                job = pool.submit(run, sys.argv[3:], nodes=(1, most))
+                follow(cluster, directory / "nodes", job)
+            job.result()
         finally:
-            is_over.set()
-            thread.join()
             ray.shutdown()
             cluster.shutdown()
 
