@@ -204,7 +204,8 @@ def show_model(sizes: Sequence[int], seconds: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--clients", type=int, nargs="*", default=[64, 1000])
+    parser.add_argument("--clients", type=int, nargs="*", default=[64, 1000], help="of a TCP store")
+    parser.add_argument("--etcd-clients", type=int, nargs="*", default=[64])
     parser.add_argument("--at-once", type=int, default=125, help="clients that are threads of one process")
     parser.add_argument("--workers", type=int, nargs="*", default=[4, 16, 64, 128])
     parser.add_argument("--model", type=int, nargs="*", default=[16, 128, 1024, 10000])
@@ -219,12 +220,12 @@ def main() -> None:
     for count in options.clients:
         with Server() as server:
             show_rendezvous("tcp", server.url, count, options.at_once, server)
-    if options.clients:
+    if options.etcd_clients:
         etcd = EtcdServer()
         etcd.start(stderr=subprocess.DEVNULL)
         try:
             with closing(etcd.get_client()):
-                for count in options.clients:
+                for count in options.etcd_clients:
                     show_rendezvous("etcd", f"etcd://{etcd.get_endpoint()}", count, options.at_once)
         finally:
             etcd.stop()

@@ -99,8 +99,8 @@ def test_a_lost_agent_and_a_requeue_cost_no_step(slurm, tmp_path):
 
 
 def test_the_signal_before_the_time_limit_is_a_polite_leave(slurm, tmp_path):
-    """``--signal=USR1@SECONDS`` sends what ``scancel --signal=USR1`` sends, to the same processes. The job is not done, and
-    its exit code says so; requeued, it goes on from its save."""
+    """``--signal=USR1@SECONDS`` sends what ``scancel --signal=USR1`` sends, to the same processes. The job is not done,
+    and its exit code says so; requeued, it goes on from its save."""
     expected = undisturbed(tmp_path / "quiet", NUM_STEPS)
     job = SlurmJob(slurm, tmp_path / "job", hold=6, flags="--notice slurm")
     job.wait_until(lambda: len(job.newest_round()) == 3, "a round of 3 workers", timeout=400)
