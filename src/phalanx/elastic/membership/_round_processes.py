@@ -6,9 +6,10 @@ Each says who it is when it declares that it is ready; of those that were in the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
-from phalanx.comm.failure._identities import identity_of, pack_identities
+from phalanx.comm.failure._identities import identity_of, pack_identities, unpack_identities
 from phalanx.comm.failure._liveness import Identity, own_identity
 from phalanx.elastic.membership._rounds import Membership
 from phalanx.protocol import Ready, Round
@@ -22,7 +23,21 @@ def identities_of(membership: Membership) -> dict[str, Identity]:
 
 
 def declared_identities(ready: Mapping[str, Ready]) -> dict[str, Identity]:
-    return {worker: identity_of(0, one.process) for worker, one in ready.items() if one.process}
+    """Return who the workers are that have said so, in words that can be read."""
+    found: dict[str, Identity] = {}
+    for worker, one in ready.items():
+        with suppress(ValueError):
+            found[worker] = identity_of(0, one.process)
+    return found
+
+
+def processes_of(record: Round) -> dict[int, Identity] | None:
+    """Return who the workers of a round are, by rank, if its record says so: then all of them know it."""
+    with suppress(ValueError):
+        found = unpack_identities(record.processes)
+        if len(found) == len(record.workers):
+            return found
+    return None
 
 
 def with_processes(choice: Round, known: Mapping[str, Identity]) -> Round:

@@ -21,7 +21,7 @@ from functools import partial
 
 from phalanx import protocol
 from phalanx.comm import Group
-from phalanx.comm.failure._identities import identity_record, unpack_identities
+from phalanx.comm.failure._identities import identity_record
 from phalanx.comm.failure._liveness import own_identity
 from phalanx.comm.stores import Store, job_store
 from phalanx.comm.stores._polling import slice_after
@@ -38,7 +38,12 @@ from phalanx.elastic.membership._final_state import (
 from phalanx.elastic.membership._finish import finish_of, parse_finish
 from phalanx.elastic.membership._loss_reports import LossReports
 from phalanx.elastic.membership._patience import Absence, Wait
-from phalanx.elastic.membership._round_processes import declared_identities, identities_of, with_processes
+from phalanx.elastic.membership._round_processes import (
+    declared_identities,
+    identities_of,
+    processes_of,
+    with_processes,
+)
 from phalanx.elastic.membership._rounds import Membership, awaited_peers, choose_round, convenes
 from phalanx.elastic.membership._store_monitor import Signals, StoreMonitor, report_progress
 from phalanx.elastic.tools._step_clock import WorkerPace
@@ -367,7 +372,7 @@ class StoreCoordinator:
                     job=self.job,
                     generation=generation,
                     interrupt=look,
-                    identities=unpack_identities(record.processes) if record.processes else None,
+                    identities=processes_of(record),
                 )
             except CommError as error:
                 self._reports.make_sure_broken(Membership(generation, round_, workers, rank, None), error, mine.step)
