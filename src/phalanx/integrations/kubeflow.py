@@ -48,7 +48,7 @@ class TrainJobStatus:
         self._is_closing = False
         self._has_complained = False
         self._began = (0, 0.0)
-        self._thread: threading.Thread | None = None
+        self._thread: background.Background | None = None
 
     def begin(self, run: str, step: int) -> int:
         self._began = (step, time.monotonic())
