@@ -12,6 +12,7 @@ import logging
 import os
 import ssl
 import threading
+import threading
 import time
 import urllib.request
 from collections.abc import Mapping
