@@ -12,7 +12,6 @@ import logging
 import os
 import ssl
 import threading
-import threading
 import time
 import urllib.request
 from collections.abc import Mapping
