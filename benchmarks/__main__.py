@@ -31,7 +31,10 @@ QUICK = {
     "launch": ["--rounds", "3", "--recoveries", "4", "--torchrun-recoveries", "0", "--workers", "2"],
     "rendezvous": ["--nodes", "64"],
     "sampler": ["--quick"],
-    "scale": ["--clients", "16", "--workers", "4", "16", "--model", "128", "1024", "--seconds", "1"],
+    "scale": [
+        *("--clients", "16", "--etcd-clients", "16", "--workers", "4", "16"),
+        *("--model", "128", "1024", "--seconds", "1"),
+    ],
     "shard": [],
     "watch": ["--steps", "6000", "--jobs", "1", "--seconds", "5", "--fed", "20000"],
     "stragglers": ["--rounds", "2", "--cost-rounds", "10", "--sharded-rounds", "1"],

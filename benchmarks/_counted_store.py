@@ -8,7 +8,7 @@ depend on how busy the machine is: who waits in slices, to look elsewhere in bet
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,7 @@ class CountedStore(Store):
         self._patient = patient
         self._clones = clones
         self.address = below.address
+        self.pushes = below.pushes
 
     def _like(self, below: Store) -> CountedStore:
         return CountedStore(below, self.requests, patient=self._patient, clones=self._clones)
@@ -74,6 +75,10 @@ class CountedStore(Store):
     def set(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
         self.requests.note("set", [key], [value])
         self._below.set(key, value, lease=lease)
+
+    def set_many(self, values: Mapping[str, bytes]) -> None:
+        self.requests.note("set_many", list(values), list(values.values()))
+        self._below.set_many(values)
 
     def add(self, key: str, amount: int = 1) -> int:
         self.requests.note("add", [key])

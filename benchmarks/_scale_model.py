@@ -37,8 +37,8 @@ class Costs:
 
 ID_BYTES, MEMBER_BYTES = 20, 75
 """Of one worker in the lists of a round and of a generation."""
-IDENTITY_BYTES, PACKED_IDENTITY_BYTES = 170, 42
-"""Of one worker as it writes who it is, and in the compressed list of all."""
+READY_BYTES, PACKED_IDENTITY_BYTES = 300, 56
+"""Of one worker as it writes that it is ready and who it is, and of the latter in the compressed list of all."""
 ADDRESS_BYTES, PACKED_ADDRESS_BYTES = 150, 30
 """Of the same for gloo's addresses."""
 PAIR_BYTES, PACKED_PAIR_BYTES = 8, 0.02
@@ -117,40 +117,35 @@ class Simulated:
 
     def _worker(self, rank: int) -> Steps:
         n, costs = self.num_workers, self.costs
+        yield from self._look(1, 100)  # that the generation is over
         yield from self._look(4, n * MEMBER_BYTES)
-        yield from self._write()  # progress
-        yield from self._gather(rank, "ready", 60, n * ID_BYTES)
-        yield from self._look(3, n * ID_BYTES)
-        yield n * costs.member
-        yield from self._gather(rank, "identities", IDENTITY_BYTES, n * PACKED_IDENTITY_BYTES)
-        yield n * costs.member
+        yield from self._gather(rank, "ready", READY_BYTES, n * (ID_BYTES + PACKED_IDENTITY_BYTES), also_writes=1)
+        yield 2 * n * costs.member
         if self.transport == "gloo":
             each = ADDRESS_BYTES + n * PAIR_BYTES
             packed = n * (PACKED_ADDRESS_BYTES + n * PACKED_PAIR_BYTES)
             yield from self._gather(rank, "addresses", each, int(packed))
             yield n * each / UNPACKED_PER_SECOND
             yield (n - 1) * costs.connect
+        elif rank == 0:
+            yield from self._write("segment")
         else:
-            if rank == 0:
-                yield from self._write("segment")
-            else:
-                yield from self._await("segment", 100)
-            yield from self._gather(rank, "mapped", 30, 30)
+            yield from self._await("segment", 100)  # that all have mapped it, they say in it
 
     def _look(self, num_keys: int, num_bytes: int) -> Steps:
         """One request for each, since some are not there; see ``Link.read_many``."""
         for index in range(num_keys):
             yield Ask(self.costs.request, num_bytes if index == 0 else 100)
 
-    def _write(self, key: str = "", num_bytes: int = 100) -> Steps:
-        """Two requests in one round trip: the write, and a read that acknowledges it."""
-        at = yield Ask(2 * self.costs.request, num_bytes + 200)
+    def _write(self, key: str = "", num_bytes: int = 100, *, also_writes: int = 0) -> Steps:
+        """Two requests in one round trip: the write, of some keys more if told, and a read that acknowledges it."""
+        at = yield Ask(2 * self.costs.request + also_writes * self.costs.key, num_bytes + 200)
         if key:
             self._written[key] = at
 
-    def _gather(self, rank: int, what: str, each: int, listed: int) -> Steps:
+    def _gather(self, rank: int, what: str, each: int, listed: int, *, also_writes: int = 0) -> Steps:
         """Each writes its own record, the first reads all and writes one, which the others read."""
-        yield from self._write(num_bytes=each)
+        yield from self._write(num_bytes=each, also_writes=also_writes)
         self._counts[what] = self._counts.get(what, 0) + 1
         if rank:
             yield from self._await(what, listed)

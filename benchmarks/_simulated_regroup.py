@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks._counted_store import CountedStore, Requests
+from benchmarks._counted_store import PATIENCE, CountedStore, Requests
 from phalanx import protocol
 from phalanx.comm.stores import MemoryStore, Store
+from phalanx.comm.transports.shm import _segment_join
 from phalanx.elastic.membership._rounds import Membership
 from phalanx.elastic.membership._store_coordinator import StoreCoordinator
 from phalanx.errors import PeerLost
@@ -33,6 +35,17 @@ class Regroup:
     requests: tuple[Requests, ...]
     """In the order of their ranks."""
     seconds: float
+
+
+@contextmanager
+def _unhurried() -> Iterator[None]:
+    """Who waits for others to map a segment looks at the store in between as often as it takes long: never here."""
+    before = _segment_join.slice_after
+    _segment_join.slice_after = lambda waited: PATIENCE
+    try:
+        yield
+    finally:
+        _segment_join.slice_after = before
 
 
 class _Mourning:
@@ -69,6 +82,10 @@ class SimulatedJob:
 
     def run(self, way: str) -> Regroup:
         """Regroup once; ``way`` is one of ``WAYS``."""
+        with _unhurried() if self._patient else nullcontext():
+            return self._run(way)
+
+    def _run(self, way: str) -> Regroup:
         absent = self.ids[-1:] if way == "newcomer" else ()
         first = [worker for worker in self.ids if worker not in absent]
         remain = self.ids if way == "newcomer" else (self.ids[0], *self.ids[2:])

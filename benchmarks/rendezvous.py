@@ -71,6 +71,14 @@ def torch_handlers(count: int) -> list[object]:
 
 def meet(handlers: Sequence[RendezvousHandler | object]) -> float:
     """Seconds from the moment that all threads are ready until the last has its rank; checks the ranks."""
+    seconds, ranks = meet_others(handlers)
+    if sorted(ranks) != list(range(len(handlers))):
+        raise AssertionError(f"{len(handlers)} nodes got the ranks {sorted(ranks)}")
+    return seconds
+
+
+def meet_others(handlers: Sequence[RendezvousHandler | object]) -> tuple[float, list[int]]:
+    """As ``meet``, of nodes that are not all: their ranks, too."""
     ranks: list[int] = []
     gate = threading.Barrier(len(handlers) + 1)
 
@@ -85,10 +93,7 @@ def meet(handlers: Sequence[RendezvousHandler | object]) -> float:
     started = time.perf_counter()
     for thread in threads:
         thread.join()
-    seconds = time.perf_counter() - started
-    if sorted(ranks) != list(range(len(handlers))):
-        raise AssertionError(f"{len(handlers)} nodes got the ranks {sorted(ranks)}")
-    return seconds
+    return time.perf_counter() - started, ranks
 
 
 def end_ours(handlers: Sequence[RendezvousHandler]) -> None:

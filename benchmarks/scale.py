@@ -1,19 +1,16 @@
 """What many clients ask of one store: a rendezvous of N, a regroup of 4 to 128 workers, a model of it to 10,000.
 
-Requests and bytes are counted, so they do not depend on the machine; times are of clients that are threads of one
-process, which share one interpreter, and mean little beyond what they are. The model (``_scale_model``) takes the
+Requests and bytes are counted, so they do not depend on the machine; times are of clients that are threads of a few
+processes on one machine, and mean little beyond what they are. The model (``_scale_model``) takes the
 processor time of a real server for a request, and of gloo for a connection, as measured here.
 
-    python -m benchmarks.scale [--clients 64] [--workers 4 16 64 128] [--model 16 128 1024 10000]
-
-More than some hundred clients in one process are not to be had on a machine with two cores: a thousand threads that
-each look at the store fifty times a second keep it from everything else.
+    python -m benchmarks.scale [--clients 64 1000] [--workers 4 16 64 128] [--model 16 128 1024 10000]
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import json
 import logging
 import os
 import resource
@@ -31,16 +28,12 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # see benchmarks.r
 
 import torch.distributed as dist
 
-from benchmarks._counted_store import CountedStore, Requests
 from benchmarks._results import record
 from benchmarks._scale_model import Costs, Simulated
 from benchmarks._simulated_regroup import WAYS, SimulatedJob
-from benchmarks.rendezvous import end_ours, meet
-from phalanx.comm.stores import MemoryStore, Store, connect
+from phalanx.comm.stores import MemoryStore, connect
 from phalanx.comm.stores._for_torch import exchange_for_torch
 from phalanx.comm.stores._tcp import TCPStore
-from phalanx.launch.rendezvous import RendezvousHandler, RendezvousParameters
-from phalanx.launch.rendezvous._backends import OpenStore, make_handler
 from phalanx.launch.rendezvous.etcd_server import EtcdServer
 
 MAX_ON_A_HOST = 128
@@ -100,7 +93,7 @@ def measure_connect(size: int) -> float:
     made: list[object] = [None] * size
 
     def main(rank: int) -> None:
-        store = exchange_for_torch(root.clone().as_c10d(), rank, size)
+        store = exchange_for_torch(root.clone().as_c10d(), rank, size, 60.0)
         store.set_timeout(timedelta(seconds=60))
         made[rank] = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
 
@@ -113,39 +106,61 @@ def measure_connect(size: int) -> float:
     return (time.process_time() - before) / (size * (size - 1))
 
 
-def rendezvous(url: str, count: int) -> tuple[float, list[Requests]]:
-    """Seconds until all of ``count`` nodes have their ranks, and what each has asked of the store until then."""
-    requests = [Requests() for _ in range(count)]
-    parameters = RendezvousParameters("c10d", "", f"scale-{count}", count, count, join_timeout=600, lease=300)
+def rendezvous(url: str, count: int, at_once: int) -> tuple[float, list[tuple[int, int]]]:
+    """Seconds until all of ``count`` nodes have their ranks, and the requests and bytes of each until then; ``at_once``
+    of them are threads of one process."""
+    parts = [range(first, min(count, first + at_once)) for first in range(0, count, at_once)]
+    module = [sys.executable, "-W", "ignore", "-m", "benchmarks._nodes_of_a_process", url, f"scale-{count}"]
+    processes = [
+        subprocess.Popen([*module, str(part.start), str(len(part)), str(count)], stdin=subprocess.PIPE,
+                         stdout=subprocess.PIPE, text=True)
+        for part in parts
+    ]  # fmt: skip
 
-    def handler(number: int) -> RendezvousHandler:
-        store: Store = CountedStore(connect(url), requests[number], clones=True)
-        return make_handler(parameters, OpenStore(store=store, url=url), loopback=True)
+    def read(process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, f"a process of the rendezvous ended with {process.wait(60)}"
+        return line
 
-    handlers = [handler(number) for number in range(count)]
+    def go_on() -> None:
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+
     try:
-        for one in requests:
-            one.clear()
-        seconds = meet(handlers)
-        counted = [Requests(calls=one.calls.copy(), num_keys=one.num_keys, num_bytes=one.num_bytes) for one in requests]
-        return seconds, counted
+        for process in processes:
+            assert read(process) == "ready\n"
+        go_on()
+        told = [json.loads(read(process)) for process in processes]
+        go_on()
+        for process in processes:
+            process.wait(300)
     finally:
-        end_ours(handlers)
-        gc.collect()
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert sorted(rank for _, ranks, _ in told for rank in ranks) == list(range(count)), "each rank once"
+    return max(seconds for seconds, _, _ in told), [tuple(one) for _, _, nodes in told for one in nodes]
 
 
-def show_rendezvous(name: str, url: str, count: int) -> None:
-    seconds, requests = rendezvous(url, count)
-    calls = sum(one.total for one in requests) / count
-    num_bytes = sum(one.num_bytes for one in requests) / count
-    most = max(one.total for one in requests)
+def show_rendezvous(name: str, url: str, count: int, at_once: int, server: Server | None = None) -> None:
+    before = server.processor_seconds() if server else 0.0
+    seconds, requests = rendezvous(url, count, at_once)
+    busy = f", {server.processor_seconds() - before:.2f} s of the server's processor" if server else ""
+    calls = sum(total for total, _ in requests) / count
+    num_bytes = sum(size for _, size in requests) / count
+    most = max(total for total, _ in requests)
     print(
         f"rendezvous of {count} on {name}: {calls:.1f} requests (at most {most}) and {num_bytes:,.0f} bytes each, "
-        f"{seconds:.2f} s"
+        f"{seconds:.2f} s{busy}",
+        flush=True,
     )
     record(f"scale/rendezvous/{name}/{count}/requests", "requests", calls, high=most)
     record(f"scale/rendezvous/{name}/{count}/bytes", "bytes", num_bytes)
-    record(f"scale/rendezvous/{name}/{count}/time", "s", seconds, note="threads of one process")
+    note = f"threads of {-(-count // at_once)} processes"
+    record(f"scale/rendezvous/{name}/{count}/time", "s", seconds, note=note)
 
 
 def show_regroups(sizes: Sequence[int]) -> None:
@@ -189,7 +204,9 @@ def show_model(sizes: Sequence[int], seconds: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--clients", type=int, nargs="*", default=[64])
+    parser.add_argument("--clients", type=int, nargs="*", default=[64, 1000], help="of a TCP store")
+    parser.add_argument("--etcd-clients", type=int, nargs="*", default=[64])
+    parser.add_argument("--at-once", type=int, default=125, help="clients that are threads of one process")
     parser.add_argument("--workers", type=int, nargs="*", default=[4, 16, 64, 128])
     parser.add_argument("--model", type=int, nargs="*", default=[16, 128, 1024, 10000])
     parser.add_argument("--seconds", type=float, default=2.0, help="for each cost that is measured")
@@ -202,14 +219,14 @@ def main() -> None:
     show_model(options.model, options.seconds)
     for count in options.clients:
         with Server() as server:
-            show_rendezvous("tcp", server.url, count)
-    if options.clients:
+            show_rendezvous("tcp", server.url, count, options.at_once, server)
+    if options.etcd_clients:
         etcd = EtcdServer()
         etcd.start(stderr=subprocess.DEVNULL)
         try:
             with closing(etcd.get_client()):
-                for count in options.clients:
-                    show_rendezvous("etcd", f"etcd://{etcd.get_endpoint()}", count)
+                for count in options.etcd_clients:
+                    show_rendezvous("etcd", f"etcd://{etcd.get_endpoint()}", count, options.at_once)
         finally:
             etcd.stop()
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

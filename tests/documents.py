@@ -35,6 +35,8 @@ LANGUAGES = {
 """What a fenced block may be, so that none goes unread."""
 NOT_RUN = {
     "docs/howto/lightning.md": "needs the extra [lightning]; tests/trainers runs examples/lightning_classifier.py",
+    "docs/howto/kubernetes.md": "reports to a controller; tests/elastic/test_kubeflow.py has one that stands for it",
+    "docs/howto/ray.md": "needs the extra [ray] and a cluster; tests/schedulers/test_ray.py has one",
     "docs/howto/huggingface.md": "needs the extra [transformers]; tests/trainers runs examples/hf_language_model.py",
 }
 

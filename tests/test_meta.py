@@ -137,7 +137,9 @@ SUBLAYERS: dict[str, list[str]] = {
         "_errors", "_object_bucket", "_remote_path", "_place", "_tensor_dtypes", "_open_tensors", "_transfer",
     ],
     "checkpoint": ["_open", "_inspect", "_export", "_commands"],
-    "integrations": ["_wandb_files", "step_loader", "frameworks", "accelerate", "trackers"],
+    "integrations": [
+        "_wandb_files", "step_loader", "frameworks", "accelerate", "trackers", "kubeflow", "_ray_agents", "ray",
+    ],
     "lightning": ["_refusals", "_logged_values", "_log_writer", "_trainer_state", "_strategy"],
     "transformers": ["_refusals", "_trainer_state", "_trainer"],
     "events": ["_troubles", "_free_event", "_event_types", "_lines", "_writer"],

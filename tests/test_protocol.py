@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 import phalanx
 from junk import changed, long, quick, raw, torn
 from phalanx import protocol
-from phalanx.elastic.membership._store_coordinator import StoreCoordinator, make_coordinator
+from phalanx.elastic.membership._make_coordinator import make_coordinator
+from phalanx.elastic.membership._store_coordinator import StoreCoordinator
 from phalanx.launch import LaunchConfig
 from phalanx.launch.agent._generation import Generation
 from phalanx.launch.rendezvous import RendezvousParameters, get_rendezvous_handler

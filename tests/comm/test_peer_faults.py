@@ -14,9 +14,10 @@ import torch
 from phalanx.comm.failure._liveness import own_identity
 from phalanx.comm.faults import kill_at, play
 from phalanx.comm.stores import MemoryStore
+from phalanx.comm.stores._for_torch import exchange_for_torch
 from phalanx.comm.transports import _creation
 from phalanx.comm.transports._interface import GroupSpec
-from phalanx.errors import GroupAborted, PeerLost, PeerTimeout, StoreTimeout
+from phalanx.errors import GroupAborted, PeerLost, PeerTimeout
 from processes import run_processes
 
 
@@ -233,14 +234,35 @@ def die_while_forming(worker):
 @pytest.mark.fast
 def test_an_address_that_never_comes_while_the_group_forms_is_a_fault_of_a_peer() -> None:
     """Or that a stranger wrote over: whoever catches lost peers forms the next generation, and does not end."""
-    spec = GroupSpec(store=MemoryStore(), rank=0, size=2, timeout=4.0, job="j", generation=7)
+    spec = GroupSpec(store=MemoryStore(), rank=0, size=2, timeout=0.1, job="j", generation=7)
+    exchange = exchange_for_torch(spec.store.as_c10d(), 0, 2, spec.timeout)
 
     def make() -> None:
-        raise StoreTimeout("no ['group/0/1'] after 4 s")
+        exchange.set("group/0", b"an address")
+        exchange.multi_get(["group/0", "group/1"])
 
-    with pytest.raises(PeerTimeout, match="did not say within 4 s how it is reached in generation 7") as caught:
-        _creation._make_in_thread(spec, {0: own_identity(), 1: own_identity()}, lambda: None, make)
-    assert caught.value.generation == 7
+    peers = {0: own_identity(), 1: own_identity()}
+    with pytest.raises(PeerTimeout, match=r"ranks \[1\] did not say within 0.1 s how to be reached in gen") as caught:
+        _creation._make_in_thread(spec, peers, lambda: None, make, exchange)
+    assert (caught.value.generation, caught.value.ranks) == (7, (1,))
+
+
+@pytest.mark.fast
+def test_who_gives_a_group_up_while_it_forms_leaves_nobody_waiting_for_addresses() -> None:
+    spec = GroupSpec(store=MemoryStore(), rank=1, size=2, timeout=600.0, job="j", generation=7)
+    exchange = exchange_for_torch(spec.store.as_c10d(), 1, 2, spec.timeout)
+    ended = threading.Event()
+
+    def make() -> None:
+        try:
+            exchange.wait(["group/0"])
+        finally:
+            ended.set()
+
+    peers = {0: own_identity(), 1: own_identity()}
+    with pytest.raises(PeerLost, match="the agents say so"):
+        _creation._make_in_thread(spec, peers, lambda: PeerLost("the agents say so"), make, exchange)
+    assert ended.wait(60), "the thread waits on for a rank that will not come"
 
 
 def test_a_death_while_the_group_forms_is_noticed() -> None:

@@ -11,7 +11,7 @@ from phalanx.protocol import timeouts
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(300)]
 
 # Requests of the worker that writes the round and is rank 0 of its group, and of each of the others, at most.
-MOST = {"loss": (17, 11), "survivors": (9, 7), "newcomer": (20, 14)}
+MOST = {"loss": (10, 5), "survivors": (3, 2), "newcomer": (13, 7)}
 
 
 def regroup(way: str, num_workers: int, monkeypatch: pytest.MonkeyPatch) -> Regroup:

@@ -6,6 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.comm.failure._identities import identity_record, pack_identities
+from phalanx.comm.failure._liveness import Identity
+from phalanx.elastic.membership._round_processes import declared_identities, processes_of, with_processes
 from phalanx.elastic.membership._rounds import choose_round, choose_source
 from phalanx.protocol import FRESH, Ready, Round
 
@@ -80,3 +83,16 @@ def test_records_survive_json():
     assert Ready.from_json(ready.to_json()) == ready
     for record in (Round(("a",)), Round(move_to=4)):
         assert Round.from_json(record.to_json()) == record
+
+
+def test_who_the_workers_are_is_in_the_round_if_all_have_said_it_and_it_can_be_read():
+    known = {name: Identity(machine="boot", host=name, pid=pid, started=1, uid=0) for pid, name in enumerate("ab", 2)}
+    ready = {name: Ready(process=identity_record(one)) for name, one in known.items()}
+    record = with_processes(Round(("b", "a")), declared_identities(ready))
+    assert processes_of(Round.from_json(record.to_json())) == {0: known["b"], 1: known["a"]}
+    for process in ({}, {"v": 2}, {"v": 1, "pid": "x"}):
+        lacking = declared_identities({**ready, "a": Ready(process=process)})
+        assert lacking == {"b": known["b"]}
+        assert processes_of(with_processes(Round(("b", "a")), lacking)) is None, "all have to ask"
+    for garbage in ("", "x", "!", pack_identities([known["a"]]).decode()):
+        assert processes_of(Round(("b", "a"), processes=garbage)) is None

@@ -56,6 +56,23 @@ def test_without_a_name_all_regroup_a_stated_number_of_times_and_then_the_job_fa
     assert actions == [Action.REGROUP] * MAX_UNNAMED + [Action.FAIL]
 
 
+def test_who_alone_cannot_say_whom_it_lost_several_times_in_a_row_is_replaced():
+    """A host without a network notices at once that it reaches nobody; the others wait for it."""
+    row, replaced = None, []
+    for speakers in ("b", "b", "b"):
+        judgement = judge([word(each) for each in speakers], MEMBERS, before=row)
+        row = judgement.row
+        replaced.append(judgement.replace)
+    assert replaced == [(), (), ("b",)]
+    assert row == ContactLosses(step=7), "whoever comes in its place begins anew"
+    for spoken in (("b", "c", "b"), ("b", "bc", "b"), ("bc", "b", "b")):
+        row = None
+        for speakers in spoken:
+            judgement = judge([word(each) for each in speakers], MEMBERS, before=row)
+            row = judgement.row
+            assert judgement.replace == (), spoken
+
+
 def test_a_replacement_counts_as_a_restart_and_without_restarts_the_job_goes_on_with_fewer():
     judgement = judge([word("a", late=True)], ("a", "b"))
     for max_restarts, action, restarts in ((1, Action.HEAL, 1), (0, Action.SHRINK, 0)):

@@ -49,6 +49,12 @@ class SlurmJob(Cluster):
         state = self.slurm.state(self.job)
         return state if state in ENDED else None
 
+    def wait_requeued(self) -> None:
+        deadline = time.monotonic() + 120
+        while self.poll() is not None:
+            assert time.monotonic() < deadline, f"job {self.job} was not requeued\n{self.text()[-4000:]}"
+            time.sleep(0.1)
+
     def wait_ended(self) -> str:
         deadline = time.monotonic() + 300
         while (state := self.poll()) is None:
@@ -93,13 +99,20 @@ def test_a_lost_agent_and_a_requeue_cost_no_step(slurm, tmp_path):
 
 
 def test_the_signal_before_the_time_limit_is_a_polite_leave(slurm, tmp_path):
-    """``--signal=USR1@SECONDS`` sends what ``scancel --signal=USR1`` sends, to the same processes."""
+    """``--signal=USR1@SECONDS`` sends what ``scancel --signal=USR1`` sends, to the same processes. The job is not done,
+    and its exit code says so; requeued, it goes on from its save."""
+    expected = undisturbed(tmp_path / "quiet", NUM_STEPS)
     job = SlurmJob(slurm, tmp_path / "job", hold=6, flags="--notice slurm")
     job.wait_until(lambda: len(job.newest_round()) == 3, "a round of 3 workers", timeout=400)
     job.wait_step(6)
     slurm.call("scancel", "--signal=USR1", job.job)
-    state = job.wait_ended()
-    assert state == "COMPLETED", job.text()[-4000:]
+    assert job.wait_ended() == "FAILED", job.text()[-4000:]
+    assert job.text().count("its workers have left because of SIGUSR1") == 3
     newest = max(int(path.name.removeprefix("step-")) for path in (job.directory / "saves").glob("step-*"))
     assert newest >= 6
     assert "Traceback" not in job.text()
+    slurm.call("scontrol", "requeue", job.job)
+    job.wait_requeued()
+    job.release()
+    assert job.wait_ended() == "COMPLETED", job.text()[-4000:]
+    assert job.digests() == {expected}

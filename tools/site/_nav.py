@@ -23,6 +23,7 @@ SECTIONS: dict[str, list[str]] = {
         "howto/etcd.md",
         "howto/slurm.md",
         "howto/kubernetes.md",
+        "howto/ray.md",
         "howto/huggingface.md",
         "howto/lightning.md",
     ],

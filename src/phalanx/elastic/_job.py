@@ -35,9 +35,9 @@ from phalanx.elastic.checkpoint._saving import Saving
 from phalanx.elastic.checkpoint._state import Stateful, digest
 from phalanx.elastic.membership._coordinator import Coordinator
 from phalanx.elastic.membership._leave import fail_at_exit, has_ended_well
+from phalanx.elastic.membership._make_coordinator import make_coordinator
 from phalanx.elastic.membership._regroup import Regrouping
 from phalanx.elastic.membership._rounds import Membership
-from phalanx.elastic.membership._store_coordinator import make_coordinator
 from phalanx.elastic.membership._sync import bring_level, describe_model, warn_not_deterministic
 from phalanx.elastic.reduce._buffers import Buffers
 from phalanx.elastic.reduce._early_send import EarlySend

@@ -52,6 +52,8 @@ class ContactLosses:
     count: int = at_least(0, default=0)
     step: int = -1
     """The most steps that anybody had committed when it was last lost."""
+    alone: str = ""
+    """The one worker that said so each time, and nobody else, without a name; empty: there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from phalanx._fields import Fields, short
 from phalanx.protocol._codec import RecordError, StoreRecord, at_least
@@ -27,6 +27,8 @@ class Ready(StoreRecord):
     unknown: tuple[str, ...] = ()
     """In the store, in the place of ``peers``: the members of the generation that were not in its last round. They are
     few, where each worker listing all others would fill the store with the square of their number."""
+    process: dict[str, Any] = field(default_factory=dict, compare=False)
+    """Who it is, as ``phalanx.comm`` writes it, for the round's record; empty: it has not said."""
 
     @property
     def has_state(self) -> bool:
@@ -36,7 +38,7 @@ class Ready(StoreRecord):
         """Return it as it is written for a generation of these members.
 
         >>> Ready(step=7, peers=("a", "b", "lost")).to_declare(("a", "b", "new"))
-        Ready(step=7, evaluations=0, evaluating=False, peers=(), unknown=('new',))
+        Ready(step=7, evaluations=0, evaluating=False, peers=(), unknown=('new',), process={})
         """
         known = set(self.peers)
         unknown = tuple(member for member in members if member not in known) if self.has_state else ()
@@ -74,11 +76,13 @@ class Round(StoreRecord):
 
     workers: tuple[str, ...] = ()
     move_to: int | None = None
+    processes: str = field(default="", compare=False, repr=False)
+    """Who the workers are, packed by ``phalanx.comm``: the same for all, so that nobody has to ask; empty: unknown."""
 
     @classmethod
     def from_fields(cls, record: Fields) -> Round:
         move_to = None if record.get("move_to") is None else record.integer("move_to", low=0)
-        return cls(record.texts("workers"), move_to)
+        return cls(record.texts("workers"), move_to, record.text("processes", default=""))
 
 
 @dataclass(frozen=True, kw_only=True)

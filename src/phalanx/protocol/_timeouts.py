@@ -63,6 +63,8 @@ _NUM_WATCHERS: Final = 16
 """How many workers of a round look that often: what one sees all hear, with the next step or the group's end."""
 _LOOKS_PER_SECOND: Final = 1000.0
 """What the other workers of a round together ask of the store in a second, at most."""
+_BELLS_PER_SECOND: Final = 4000
+"""How often the nodes of a job together ask whether there is news, at most."""
 PROGRESS_INTERVAL: Final = 0.25
 """Between two reports of a worker's progress, see ``progress_interval``."""
 COMMITTED_INTERVAL: Final = 0.25
@@ -105,6 +107,16 @@ def progress_interval(num_workers: int) -> float:
     (0.25, 1.024)
     """
     return max(PROGRESS_INTERVAL, num_workers / _LOOKS_PER_SECOND)
+
+
+def bell_interval(num_nodes: int) -> float:
+    """Return how often a node asks a store that cannot push whether there is news, at most: the nodes of a large job
+    together, so that they leave a server with one thread time for other things.
+
+    >>> [bell_interval(num_nodes) for num_nodes in (4, 64, 1000)]
+    [0.02, 0.02, 0.25]
+    """
+    return max(0.02, num_nodes / _BELLS_PER_SECOND)
 
 
 def regroup_timeout(join: float = JOIN) -> float:

@@ -102,6 +102,15 @@ class TestValues:
         assert other.delete(key)
         assert store.items() == {}
 
+    def test_many_values_are_written_as_one_by_one(self, store: Store, other: Store) -> None:
+        values = {f"k{number}": b"%d" % number for number in range(150)}
+        store.set("k7", b"before")
+        store.set_many(values)
+        assert other.items() == values
+        other.namespace("k").set_many({"a": b"1", "b": b""})
+        assert store.get_many(["k/a", "k/b", "k7"]) == [b"1", b"", b"7"]
+        store.set_many({})
+
     def test_get_many_keeps_the_order_of_the_keys(self, store: Store) -> None:
         for number in range(150):
             store.set(f"k{number}", b"%d" % number)

@@ -79,7 +79,8 @@ def test_a_rank_of_gloo_asks_twice_however_many_there_are(size):
     made: list[Any] = [None] * size
 
     def main(rank: int) -> None:
-        native = exchange_for_torch(CountedStore(root.clone(), requests[rank], patient=True).as_c10d(), rank, size)
+        counted = CountedStore(root.clone(), requests[rank], patient=True)
+        native = exchange_for_torch(counted.as_c10d(), rank, size, 60.0)
         native.set_timeout(timedelta(seconds=60))
         made[rank] = dist.ProcessGroupGloo(native, rank, size, timedelta(seconds=60))
         made[rank].barrier().wait()

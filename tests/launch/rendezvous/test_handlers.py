@@ -16,7 +16,7 @@ import pytest
 from tests.comm.stores.conftest import etcd_cluster, wait_until
 
 from phalanx import protocol
-from phalanx.comm.stores import TCPStore
+from phalanx.comm.stores import MemoryStore, TCPStore
 from phalanx.comm.stores._sealed import SealedStore
 from phalanx.comm.stores._signing import Signer
 from phalanx.launch.recovery._agent_channel import AgentChannel
@@ -36,6 +36,7 @@ from phalanx.launch.rendezvous import (
 from phalanx.launch.rendezvous._backends import open_tcp
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._handler import StoreRendezvousHandler
+from phalanx.launch.rendezvous._participant import Participant
 from phalanx.launch.rendezvous._store_records import ring
 from phalanx.launch.rendezvous._waiting import waiting_line
 from phalanx.protocol import (
@@ -44,9 +45,11 @@ from phalanx.protocol import (
     Closing,
     FailureReport,
     Members,
+    NodeRecord,
     ProgressReport,
     Recovery,
     Setbacks,
+    bell_key,
     broken_key,
     failures_prefix,
     leaving_key,
@@ -307,6 +310,29 @@ def test_a_node_that_waits_for_news_is_shut_down_at_once(job: Job) -> None:
         assert handler.shutdown()
         assert handler._thread is not None
         assert not handler._thread.is_alive(), f"the thread of a {job.backend} handler waits on"
+
+
+@pytest.mark.parametrize(("num_nodes", "pauses"), [(64, []), (1000, [0.25, 0.25, 0.25])])
+def test_nodes_of_a_large_job_ask_a_store_that_cannot_push_a_few_times_a_second(num_nodes, pauses, monkeypatch):
+    """A thousand that ask fifty times a second each are more than one server can answer."""
+    monkeypatch.setattr(MemoryStore, "pushes", False)
+    store = MemoryStore()
+    record = NodeRecord(id="a", ticket=0, host="a", addr="a", port=1, local_size=1)
+    rules = Rules(min_nodes=num_nodes, max_nodes=num_nodes)
+    participant = Participant(store, Signer("large"), rules, record, lease=15.0)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            store.set(bell_key(1), b"1")
+
+    monkeypatch.setattr(participant._interrupted, "wait", sleep)
+    if not pauses:
+        store.set(bell_key(1), b"1")
+    participant.pause(60.0)
+    assert slept == pauses
+    assert participant._rung
 
 
 def test_who_joins_after_the_shutdown_is_refused_and_holds_no_port(job: Job) -> None:

@@ -125,7 +125,7 @@ class Group(Collectives):
 
         ``backend``: ``auto`` (the fastest for where the ranks are), or a c10d backend by name (``gloo``, ``nccl``...).
         ``interrupt`` is asked every few milliseconds while this waits; an error that it returns is raised here.
-        ``identities`` are the ranks' processes, if this one knows them from an earlier group (``group.identities``).
+        ``identities`` are the ranks' processes, given by all of them or by none: then nobody asks who the others are.
         Raises ``PeerTimeout`` naming the ranks that never came, ``PeerLost`` when one dies while the group forms.
 
         >>> group = Group.create(connect("tcp://10.0.0.1:29500"), rank=0, world_size=2)   # doctest: +SKIP

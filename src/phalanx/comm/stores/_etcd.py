@@ -16,7 +16,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from phalanx.comm.stores import _etcd_gateway
@@ -51,6 +51,8 @@ class EtcdStore(Store):
 
     ``access``: encryption, certificates and user; without it plain HTTP, which belongs into a private network.
     """
+
+    pushes = True
 
     def __init__(
         self,
@@ -101,6 +103,11 @@ class EtcdStore(Store):
             if lease is None or error.code != NOT_FOUND:
                 raise
             raise StoreError(f"cannot set {key!r} in {self.address}: its lease has run out") from error
+
+    def set_many(self, values: Mapping[str, bytes]) -> None:
+        writes = [{"request_put": {"key": self._key(key), "value": b64(value)}} for key, value in values.items()]
+        for start in range(0, len(writes), _BATCH):
+            self._gateway.call("/v3/kv/txn", {"success": writes[start : start + _BATCH]})
 
     def add(self, key: str, amount: int = 1) -> int:
         answer = self._gateway.call("/v3/kv/range", {"key": self._key(key)})

@@ -7,6 +7,8 @@ its ``compare_set`` answers with the value and takes empty text for "absent". To
 
 from __future__ import annotations
 
+import threading
+import time
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,6 +17,8 @@ from datetime import timedelta
 from torch.distributed import Store as TorchStore
 
 from phalanx.comm.stores._interface import Store
+from phalanx.comm.stores._polling import slice_after
+from phalanx.errors import StoreTimeout
 
 _PROBE = "phalanx-which-prefix"
 
@@ -115,14 +119,29 @@ class ExchangeForTorch(StoreForTorch):
     """For an engine whose ranks each write one key that ends in ``/rank`` and read those of all others, as gloo's do to
     connect. Rank 0 collects what they have written and writes it as one record, which the others read.
 
-    So each rank asks twice, however many there are; gloo by itself asks twice for each other rank.
+    So each rank asks twice, however many there are; gloo by itself asks twice for each other rank. A rank has
+    ``timeout`` seconds to come, whatever the engine would wait: connecting begins when all have written.
     """
 
-    def __init__(self, store: Store, prefix: str, rank: int, size: int) -> None:
+    def __init__(self, store: Store, prefix: str, rank: int, size: int, timeout: float) -> None:
         super().__init__(store, prefix)
         self._rank = rank
         self._size = size
+        self._patience = timeout
         self._collected: dict[str, list[bytes]] = {}
+        self._folder = ""
+        self._is_given_up = threading.Event()
+
+    def give_up(self) -> None:
+        """End what still waits for other ranks, with ``StoreTimeout``."""
+        self._is_given_up.set()
+
+    def missing(self) -> tuple[int, ...]:
+        """Return the ranks that have not written; none where all have, or none was asked for."""
+        if not self._folder:
+            return ()
+        found = self.store.get_many([f"{self._folder}{rank}" for rank in range(self._size)])
+        return tuple(rank for rank, value in enumerate(found) if value is None)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self._find(key, self._seconds()) for key in keys]
@@ -137,28 +156,41 @@ class ExchangeForTorch(StoreForTorch):
         if not (name.isdigit() and int(name) < self._size):
             return self.store.wait([self.prefix + key], seconds)[0]
         if folder not in self._collected:
-            self._collected[folder] = self._collect(f"{self.prefix}{folder}/", seconds)
+            self._folder = f"{self.prefix}{folder}/"
+            self._collected[folder] = self._collect(self._folder)
         return self._collected[folder][int(name)]
 
-    def _collect(self, folder: str, seconds: float) -> list[bytes]:
+    def _collect(self, folder: str) -> list[bytes]:
         if self._rank:
-            return _unpack(self.store.wait([f"{folder}all"], seconds)[0])
-        values = self.store.wait([f"{folder}{rank}" for rank in range(self._size)], seconds)
+            return _unpack(self._await([f"{folder}all"])[0])
+        values = self._await([f"{folder}{rank}" for rank in range(self._size)])
         self.store.set(f"{folder}all", _pack(values))
         return values
 
+    def _await(self, keys: Sequence[str]) -> list[bytes]:
+        began = time.monotonic()
+        while True:
+            waited = time.monotonic() - began
+            try:
+                return self.store.wait(keys, min(slice_after(waited), max(0.0, self._patience - waited)))
+            except StoreTimeout:
+                if waited > self._patience or self._is_given_up.is_set():
+                    raise
+
     def clone(self) -> StoreForTorch:
-        other = ExchangeForTorch(self.store, self.prefix, self._rank, self._size)
+        other = ExchangeForTorch(self.store, self.prefix, self._rank, self._size, self._patience)
+        other._is_given_up = self._is_given_up
         other.set_timeout(timedelta(seconds=self._seconds()))
         _kept.append(other)
         return other
 
 
-def exchange_for_torch(native: TorchStore, rank: int, size: int) -> TorchStore:
+def exchange_for_torch(native: TorchStore, rank: int, size: int, timeout: float) -> ExchangeForTorch:
     """Return ``native``, made by ``as_c10d``, for a gloo of so many ranks, for as long as the process lives."""
     assert isinstance(native, StoreForTorch), "every store of ours makes one"
-    _kept.append(ExchangeForTorch(native.store, native.prefix, rank, size))
-    return _kept[-1]
+    made = ExchangeForTorch(native.store, native.prefix, rank, size, timeout)
+    _kept.append(made)
+    return made
 
 
 def _pack(values: Sequence[bytes]) -> bytes:

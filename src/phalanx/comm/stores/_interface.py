@@ -9,7 +9,7 @@ happened to its owner; a store that cannot be reached raises ``StoreLost`` with 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -81,6 +81,8 @@ class Store(ABC):
 
     address: str
     """Where the store is, as a person would write it; every error names it."""
+    pushes: bool = False
+    """Whether a ``wait`` costs the server nothing while it lasts; else the client asks again and again."""
 
     @abstractmethod
     def get(self, key: str) -> bytes | None:
@@ -97,6 +99,11 @@ class Store(ABC):
 
         ``StoreError`` when the lease has run out; nothing is written then.
         """
+
+    def set_many(self, values: Mapping[str, bytes]) -> None:
+        """Write several keys; one round trip where the store allows it. Others may see some of them before the rest."""
+        for key, value in values.items():
+            self.set(key, value)
 
     @abstractmethod
     def add(self, key: str, amount: int = 1) -> int:

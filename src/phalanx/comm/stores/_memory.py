@@ -82,6 +82,8 @@ class MemoryStore(Store):
     1
     """
 
+    pushes = True
+
     def __init__(self, name: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
         self.address = f"memory://{name}"
         self._map = _Map(clock)

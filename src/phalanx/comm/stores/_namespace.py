@@ -6,7 +6,7 @@ and the prefix is taken off again from what comes back. Leases are not keys and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from phalanx.comm.stores._interface import Change, Lease, Store, Watch
@@ -24,6 +24,7 @@ class NamespacedStore(Store):
         self._root = root
         self._prefix = prefix.strip("/") + "/"
         self.address = root.address
+        self.pushes = root.pushes
 
     def __repr__(self) -> str:
         return f"<{type(self._root).__name__} {self.address} under {self._prefix!r}>"
@@ -36,6 +37,9 @@ class NamespacedStore(Store):
 
     def set(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
         self._root.set(self._prefix + key, value, lease=lease)
+
+    def set_many(self, values: Mapping[str, bytes]) -> None:
+        self._root.set_many({self._prefix + key: value for key, value in values.items()})
 
     def add(self, key: str, amount: int = 1) -> int:
         return self._root.add(self._prefix + key, amount)

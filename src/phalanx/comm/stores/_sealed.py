@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from phalanx.comm.stores._complaints import clipped
@@ -50,6 +50,7 @@ class SealedStore(Store):
         self._below = below
         self._signer = signer
         self.address = below.address
+        self.pushes = below.pushes
 
     def _seal(self, key: str, value: bytes) -> bytes:
         return self._signer.seal(key, value)
@@ -69,6 +70,9 @@ class SealedStore(Store):
 
     def set(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
         self._below.set(key, self._seal(key, value), lease=lease)
+
+    def set_many(self, values: Mapping[str, bytes]) -> None:
+        self._below.set_many({key: self._seal(key, value) for key, value in values.items()})
 
     def add(self, key: str, amount: int = 1) -> int:
         """As below, but a counter that holds no number, whoever wrote that, is named and begins again."""

@@ -7,7 +7,7 @@ what torch's process groups write under ``t/``, so that none can be mistaken for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch.distributed import PrefixStore
 from torch.distributed import Store as C10dStore
@@ -69,11 +69,15 @@ class TorchStore(Store):
 
     def set(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
         if lease is None:
-            self._link.write(self._space + key, self._writer.encode(value), self._writer.encode(b""))
+            self.set_many({key: value})
         elif isinstance(lease, TorchLease) and lease.address == self.address:
             lease.bind(key, value)
         else:
             raise TypeError(f"the lease of {key!r} was not made by the store {self.address}")
+
+    def set_many(self, values: Mapping[str, bytes]) -> None:
+        raws = {self._space + key: self._writer.encode(value) for key, value in values.items()}
+        self._link.write(raws, self._writer.encode(b""))
 
     def add(self, key: str, amount: int = 1) -> int:
         # Not the server's own add: it takes leading digits for a number and drops a client whose value has none, also

@@ -154,7 +154,7 @@ class Reaper:
         self._thread.start()
 
     def _say_present(self) -> None:
-        self._link.write(_REAPER, b"1", self._writer.encode(b""))
+        self._link.write({_REAPER: b"1"}, self._writer.encode(b""))
 
     def _end(self, error: BaseException) -> None:
         """Nobody ends leases any more: no new ones may begin, so that whoever asks for one hears of it."""
@@ -254,7 +254,7 @@ class TorchLease(Lease):
         line = json.dumps(key) + "\n"
         self._link.send(lambda: self._link.native.append(_keys_key(self.id), line))
         raw = self._writer.encode(value, self.id)
-        self._link.write(VALUES + key, raw, self._writer.encode(b""))
+        self._link.write({VALUES + key: raw}, self._writer.encode(b""))
         try:
             self._check_running(key)  # else the reaper may have looked before the key was there
         except StoreError:

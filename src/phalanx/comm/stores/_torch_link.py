@@ -22,7 +22,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -164,8 +164,8 @@ class Link:
                 pass  # a key vanished meanwhile
         return None
 
-    def write(self, key: str, raw: bytes, tick: bytes) -> None:
-        self.send(lambda: self.native.multi_set([key, _TICK], [raw, tick]))
+    def write(self, raws: Mapping[str, bytes], tick: bytes) -> None:
+        self.send(lambda: self.native.multi_set([*raws, _TICK], [*raws.values(), tick]))
 
     def send(self, operation: Callable[[], object]) -> None:
         """Make a call that the server does not acknowledge, and then a harmless read: the server answers in order.

@@ -2,7 +2,8 @@
 
 Owns the phases of joining a generation. Every key lives under job and generation, so a stale one is never read.
 
-1. every rank writes its identity and waits for the others' (late ranks are named when the timeout passes);
+1. every rank writes its identity and waits for the others' (late ranks are named when the timeout passes), unless all
+   know who the others are: an elastic job's workers learn it with their places;
 2. the backend is chosen, the same on all ranks, from the identities alone;
 3. the engine connects in a thread of its own, since it cannot be interrupted: if a peer dies meanwhile, or the caller
    gives up, the thread is abandoned and ends by itself after ``_CONNECT_TIMEOUT``.
@@ -13,7 +14,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.distributed import Store as C10dStore
 
 from phalanx._devices import accelerator
-from phalanx._fields import Fields, load_json
 from phalanx._torch_private import (
     DistributedBackendOptions,
     backend_plugins,
@@ -36,10 +35,11 @@ from phalanx._torch_private import (
 from phalanx.comm import _background as background
 from phalanx.comm.failure import _peer_addresses
 from phalanx.comm.failure._failure import FailureDetector
+from phalanx.comm.failure._identities import identity_record, load_identity, pack_identities, unpack_identities
 from phalanx.comm.failure._liveness import Identity, own_identity
 from phalanx.comm.failure._mismatch import CallChecker, collectives_checked
 from phalanx.comm.stores import Store, wrap_c10d_store
-from phalanx.comm.stores._for_torch import exchange_for_torch
+from phalanx.comm.stores._for_torch import ExchangeForTorch, exchange_for_torch
 from phalanx.comm.stores._polling import slice_after
 from phalanx.comm.transports import _auto
 from phalanx.comm.transports._by_device import ByDeviceTransport
@@ -78,10 +78,10 @@ class Connection:
 def connect_ranks(
     spec: GroupSpec, backend: str, interrupt: Interrupt, identities: Mapping[int, Identity] | None = None
 ) -> Connection:
-    """Meet the other ranks of the generation and connect to them; collective. ``identities``: who they are, where this
-    rank knows it from an earlier group."""
+    """Meet the other ranks of the generation and connect to them; collective. ``identities``: who they are, where all
+    of them know it already."""
     spec = replace(spec, store=spec.store.namespace(group_prefix(spec.job, spec.generation)))
-    peers = _exchange_identities(spec, interrupt, identities)
+    peers = dict(identities) if identities else _exchange_identities(spec, interrupt)
     checker = CallChecker(spec.store, spec.rank, spec.size, spec.timeout) if collectives_checked() else None
 
     def make_subgroup(
@@ -106,47 +106,32 @@ def connect_ranks(
     )
 
 
-def _exchange_identities(
-    spec: GroupSpec, interrupt: Interrupt, known: Mapping[int, Identity] | None
-) -> dict[int, Identity]:
-    """Return who the ranks are. Who knows it already says who it is all the same: another may not.
+def _exchange_identities(spec: GroupSpec, interrupt: Interrupt) -> dict[int, Identity]:
+    """Return who the ranks are.
 
     Each writes its own record; rank 0 reads them all and writes the list that the others read. Were each to read each
     other's, the store would be asked for the square of their number.
     """
-    mine = json.dumps({"v": 1, **own_identity().to_record()}).encode()
-    own = {f"member/{spec.rank}": mine}
-    spec.store.set(f"member/{spec.rank}", mine)
+    own = {f"member/{spec.rank}": json.dumps(identity_record(own_identity())).encode()}
+    for key, data in own.items():
+        spec.store.set(key, data)
     if spec.rank == 0:
-        if known is None:
-            records = _await_records(spec, [f"member/{rank}" for rank in range(spec.size)], own, interrupt)
-            known = {rank: _identity(rank, load_json(data, _of(rank)), data) for rank, data in enumerate(records)}
+        records = _await_records(spec, [f"member/{rank}" for rank in range(spec.size)], own, interrupt)
+        known = {rank: load_identity(rank, data) for rank, data in enumerate(records)}
         if spec.size > 1:
-            listed = [{"v": 1, **known[rank].to_record()} for rank in range(spec.size)]
-            text = json.dumps({"v": 1, "members": listed}, separators=(",", ":"))
-            spec.store.set(_MEMBERS, zlib.compress(text.encode(), 1))  # all ranks read it from one host
-    elif known is None:
-        (packed,) = _await_records(spec, [_MEMBERS], own, interrupt)
-        data = _unpacked(packed)
-        rows = Fields(load_json(data, "list of ranks"), "list of ranks").items("members")
-        if len(rows) != spec.size:
-            raise ValueError(
-                f"rank {spec.rank}: rank 0 lists {len(rows)} ranks; expected {spec.size}: all have to be started with "
-                f"the same world size"
-            )
-        known = {rank: _identity(rank, row, data) for rank, row in enumerate(rows)}
-    return dict(known)
+            spec.store.set(_MEMBERS, pack_identities([known[rank] for rank in range(spec.size)]))
+        return known
+    (packed,) = _await_records(spec, [_MEMBERS], own, interrupt)
+    known = unpack_identities(packed)
+    if len(known) != spec.size:
+        raise ValueError(
+            f"rank {spec.rank}: rank 0 lists {len(known)} ranks; expected {spec.size}: all have to be started with "
+            f"the same world size"
+        )
+    return known
 
 
 _MEMBERS = "members"
-
-
-def _unpacked(data: bytes) -> bytes:
-    """``ValueError`` when it was not packed by rank 0."""
-    try:
-        return zlib.decompress(data)
-    except zlib.error as error:
-        raise ValueError(f"the list of ranks is no list: {data[:80]!r}; run one release everywhere") from error
 
 
 def _await_records(
@@ -177,25 +162,6 @@ def _await_records(
                 ) from None
 
 
-def _of(rank: int) -> str:
-    return f"identity of rank {rank}"
-
-
-def _identity(rank: int, content: Any, data: bytes) -> Identity:
-    """``ValueError`` when it is none of this release. ``data``: what it was read from."""
-    record = Fields(content, _of(rank))
-    if record.get("v") != 1:
-        raise ValueError(f"identity of rank {rank} has an unknown version: {data[:80]!r}; run one release everywhere")
-    return Identity(
-        machine=record.text("machine"),
-        host=record.text("host"),
-        pid=record.integer("pid", low=0),
-        started=record.integer("started"),
-        uid=record.integer("uid"),
-        thread=record.integer("thread", low=0),
-    )
-
-
 def _connect_auto(spec: GroupSpec, peers: dict[int, Identity], interrupt: Interrupt) -> Transport:
     """Return one transport for CPU tensors and, where there is an accelerator, another for its tensors."""
     cpu = _auto.connect_auto(spec, peers, interrupt, lambda at, who: _connect(at, "gloo", who, interrupt))
@@ -217,9 +183,10 @@ def _connect(spec: GroupSpec, backend: str, peers: dict[int, Identity], interrup
     if backend == "auto":
         return _connect_auto(spec, peers, interrupt)
     store = spec.store.as_c10d()
+    exchange: ExchangeForTorch | None = None
     if backend == "gloo":
-        store = exchange_for_torch(store, spec.rank, spec.size)
-    engine = _make_in_thread(spec, peers, interrupt, lambda: make_engine(backend, spec, store))
+        store = exchange = exchange_for_torch(store, spec.rank, spec.size, spec.timeout)
+    engine = _make_in_thread(spec, peers, interrupt, lambda: make_engine(backend, spec, store), exchange)
     if backend == "gloo":
         _peer_addresses.publish(spec.store, spec.rank)
     failures = FailureDetector(
@@ -262,7 +229,13 @@ def make_engine(backend: str, spec: GroupSpec, store: C10dStore) -> Any:
     return plugin.creator_fn(store, spec.rank, spec.size, timeout)
 
 
-def _make_in_thread(spec: GroupSpec, peers: dict[int, Identity], interrupt: Interrupt, make: Callable[[], Any]) -> Any:
+def _make_in_thread(
+    spec: GroupSpec,
+    peers: dict[int, Identity],
+    interrupt: Interrupt,
+    make: Callable[[], Any],
+    exchange: ExchangeForTorch | None,
+) -> Any:
     """Run ``make`` in a thread; give up when a peer of this machine dies or ``interrupt`` says so."""
     outcome: list[Any] = []
     errors: list[BaseException] = []
@@ -282,13 +255,18 @@ def _make_in_thread(spec: GroupSpec, peers: dict[int, Identity], interrupt: Inte
         dead = tuple(rank for rank, peer in local.items() if rank != spec.rank and not peer.is_alive())
         cause = interrupt() or (_died_while_joining(spec, dead) if dead else None)
         if cause is not None:
+            if exchange is not None:
+                exchange.give_up()
             raise cause
     if errors:
         if isinstance(errors[0], StoreTimeout):
+            missing = () if exchange is None else exchange.missing()
+            who = f"ranks {list(missing)}" if missing else "a rank"
             raise PeerTimeout(
-                f"rank {spec.rank}: a rank did not say within {spec.timeout:g} s how it is reached in generation "
-                f"{spec.generation}; it may hang: form the next one",
+                f"rank {spec.rank}: {who} did not say within {spec.timeout:g} s how to be reached in generation "
+                f"{spec.generation} of job {spec.job!r}; they may hang: form the next one",
                 generation=spec.generation,
+                ranks=missing,
             ) from errors[0]
         if isinstance(errors[0], RuntimeError) and FailureDetector.is_fault(errors[0]):
             raise _died_while_joining(spec, ()) from errors[0]

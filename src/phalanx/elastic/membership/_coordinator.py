@@ -1,7 +1,7 @@
 """Finds the other workers: the interface, its errors, and the coordinator of workers that cannot change.
 
 Two implementations: ``FixedCoordinator`` here, for one process or a group that is restarted as a whole, and
-``StoreCoordinator`` for workers under agents that heal. ``make_coordinator`` there picks by the environment.
+``StoreCoordinator`` for workers under agents that heal. ``_make_coordinator`` picks by the environment.
 """
 
 from __future__ import annotations

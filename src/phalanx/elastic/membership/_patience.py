@@ -59,14 +59,13 @@ class Wait:
         time.sleep(self._sleep)
         self._sleep = min(self._sleep * 1.2, 0.05)
 
-    def for_keys(self, store: Store, keys: Sequence[str], what: str, since: float) -> bool:
-        """Wait until all ``keys`` are there, or it is time to look elsewhere (False); ``since``: when waiting began."""
+    def for_keys(self, store: Store, keys: Sequence[str], what: str, since: float) -> list[bytes] | None:
+        """Wait until all ``keys`` are there, or it is time to look elsewhere (None); ``since``: when waiting began."""
         self._look_at_the_clock(what)
         try:
-            store.wait(keys, slice_after(time.monotonic() - since))
-            return True
+            return store.wait(keys, slice_after(time.monotonic() - since))
         except StoreTimeout:
-            return False
+            return None
 
     def _look_at_the_clock(self, what: str) -> None:
         now = time.monotonic()

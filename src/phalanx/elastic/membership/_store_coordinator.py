@@ -13,26 +13,21 @@ waits in vain for one that went the other way hears of it and follows.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from phalanx import protocol
-from phalanx.comm import Group, init
-from phalanx.comm.failure._liveness import Identity
-from phalanx.comm.stores import Store, connect, job_store
+from phalanx.comm import Group
+from phalanx.comm.failure._identities import identity_record
+from phalanx.comm.failure._liveness import own_identity
+from phalanx.comm.stores import Store, job_store
 from phalanx.comm.stores._polling import slice_after
 from phalanx.comm.stores._sealed import signed_store
 from phalanx.elastic.membership._committed_steps import CommittedSteps
-from phalanx.elastic.membership._coordinator import (
-    Coordinator,
-    Ejected,
-    EvaluationKnown,
-    FixedCoordinator,
-    JobOver,
-    ToldToLeave,
-)
+from phalanx.elastic.membership._coordinator import Ejected, EvaluationKnown, JobOver, ToldToLeave
 from phalanx.elastic.membership._final_state import (
     Encoded,
     FinalStateServer,
@@ -43,12 +38,28 @@ from phalanx.elastic.membership._final_state import (
 from phalanx.elastic.membership._finish import finish_of, parse_finish
 from phalanx.elastic.membership._loss_reports import LossReports
 from phalanx.elastic.membership._patience import Absence, Wait
+from phalanx.elastic.membership._round_processes import (
+    declared_identities,
+    identities_of,
+    processes_of,
+    with_processes,
+)
 from phalanx.elastic.membership._rounds import Membership, awaited_peers, choose_round, convenes
 from phalanx.elastic.membership._store_monitor import Signals, StoreMonitor, report_progress
 from phalanx.elastic.tools._step_clock import WorkerPace
 from phalanx.errors import CommError, PeerLost, StoreTimeout
-from phalanx.protocol import PRESENT, Evaluation, Finish, JobKeys, Ready, Round, declared_by, dump_count, timeouts
-from phalanx.world import World
+from phalanx.protocol import (
+    PRESENT,
+    Evaluation,
+    Finish,
+    JobKeys,
+    ProgressReport,
+    Ready,
+    Round,
+    declared_by,
+    dump_count,
+    timeouts,
+)
 
 AT_ONCE = 64
 """Of how many workers that have yet to cross a boundary the records are waited for in one request."""
@@ -129,13 +140,19 @@ class StoreCoordinator:
             return None
         g, round_ = membership.generation, membership.round + 1
         key = self.keys.round(g, round_)
-        record, agreed = self._store.get_many([key, protocol.members_key(g + 1)])
+        lives = tuple(worker for worker in membership.workers if worker not in dead)
+        record: bytes | None = None
+        if self.worker_id != lives[0]:  # that one writes it, so that not everybody tries
+            with suppress(StoreTimeout):
+                (record,) = self._store.wait([key], slice_after(0.0))
         if record is None:
-            if agreed is not None:
-                return None  # the agents were first
-            following = Round(tuple(worker for worker in membership.workers if worker not in dead)).to_json()
-            is_first = self._store.compare_and_set(key, None, following)
-            record = following if is_first else self._store.get(key)
+            record, agreed = self._store.get_many([key, protocol.members_key(g + 1)])
+            if record is None:
+                if agreed is not None:
+                    return None  # the agents were first
+                following = with_processes(Round(lives), identities_of(membership)).to_json()
+                is_first = self._store.compare_and_set(key, None, following)
+                record = following if is_first else self._store.get(key)
         found = None if record is None else Round.from_json(record)
         if found is None or self.worker_id not in found.workers or not set(found.workers) <= set(membership.workers):
             return None
@@ -146,8 +163,7 @@ class StoreCoordinator:
             return self._look_for_survivors(g, round_, found, gone)
 
         self._members = tuple(worker for worker in self._members if worker not in dead)
-        identities = {index: lost.identities[rank] for index, rank in enumerate(ranks)}
-        return self._join(g, round_, found.workers, mine, look, identities)
+        return self._join(g, round_, found, mine, look)
 
     def _look_for_survivors(self, generation: int, round_: int, found: Round, dead: list[str]) -> PeerLost | None:
         """Why there is no use in waiting for the others, if so: one has died, or went on without this round."""
@@ -189,6 +205,7 @@ class StoreCoordinator:
         else:
             ready = self._ready(g, self._members)
             following = Round(tuple(w for w in self._members if w in ready or w in membership.workers))
+            following = with_processes(following, declared_identities(ready) | identities_of(membership))
         self._store.compare_and_set(self.keys.round(g, membership.round + 1), None, following.to_json())
 
     def _await_round(self, generation: int, mine: Ready, *, first_round: int = 0, declared: bool = False) -> Membership:
@@ -211,6 +228,7 @@ class StoreCoordinator:
         )
         agreed: protocol.Members | None = None
         is_there = True  # whether what was waited for last came in time
+        told: bytes | None = None  # the record of the round, where it was waited for and came
         while True:
             keys = {
                 "done": self.keys.done,
@@ -227,7 +245,10 @@ class StoreCoordinator:
             if not is_there:  # it takes long: somebody may have deleted what this worker has written
                 keys |= {"said": protocol.regroups_key(self.worker_id)}
                 keys |= {"own": self.keys.ready(generation, self.worker_id)} if declared else {}
-            read = dict(zip(keys, self._store.get_many(list(keys.values())), strict=True))
+            read: dict[str, bytes | None] = {"done": None, "broken": None, "round": told}
+            if told is None:  # else whoever joins the group hears of the rest, see ``_look_while_joining``
+                read = dict(zip(keys, self._store.get_many(list(keys.values())), strict=True))
+            told = None
             if read.get("said", PRESENT) is None:
                 self._say_that_it_regroups()
             finish = parse_finish(read["done"])
@@ -249,7 +270,8 @@ class StoreCoordinator:
                 if (members := read["members"]) is None:
                     self._reports.tell_again(generation - 1)
                     awaited = [protocol.members_key(generation)]
-                    is_there = wait.for_keys(self._store, awaited, f"the members of generation {generation}", came)
+                    came_now = wait.for_keys(self._store, awaited, f"the members of generation {generation}", came)
+                    is_there = came_now is not None
                     continue
                 agreed = protocol.Members.from_json(members)
             if agreed.is_forgotten:  # long over, and its end forgotten too
@@ -269,8 +291,8 @@ class StoreCoordinator:
                     wait.a_little(f"the others of generation {generation}, which have done all steps")
             elif found is not None and self.worker_id in found.workers:
                 self._members = ids
-                look = partial(self._look_while_joining, generation, round_, found.workers)
-                membership = self._join(generation, round_, found.workers, mine, look)
+                look = partial(self._look_while_joining, generation, round_, found, mine)
+                membership = self._join(generation, round_, found, mine, look)
                 if membership is not None:
                     return membership
                 wait.a_little(f"generation {generation} to break")
@@ -284,12 +306,16 @@ class StoreCoordinator:
                     awaited = self._convene(generation, self._awaited(ids, ready, came), ready)
                 if awaited:
                     what = f"a place in generation {generation}, round {round_}"
-                    is_there = wait.for_keys(self._store, awaited, what, came)
+                    values = wait.for_keys(self._store, awaited, what, came)
+                    is_there = values is not None
+                    if values and awaited == [self.keys.round(generation, round_)] and not mine.evaluating:
+                        told = values[0]
 
     def _convene(self, generation: int, members: tuple[str, ...], ready: Mapping[str, Ready]) -> list[str]:
         """Write the first round of a generation, if it can be chosen; else return the keys to wait for until then."""
         choice = choose_round(members, ready)
         if choice is not None:
+            choice = with_processes(choice, declared_identities(ready))
             self._store.compare_and_set(self.keys.round(generation, 0), None, choice.to_json())
             return []
         missing = awaited_peers(members, ready) or tuple(worker for worker in members if worker not in ready)
@@ -327,13 +353,13 @@ class StoreCoordinator:
         self,
         generation: int,
         round_: int,
-        workers: tuple[str, ...],
+        record: Round,
         mine: Ready,
         look: Callable[[], PeerLost | None],
-        identities: Mapping[int, Identity] | None = None,
     ) -> Membership | None:
         """Form the group of a round; None when a worker of it was lost meanwhile. ``look`` is asked now and then why
-        there is no use in waiting any longer; ``identities`` are the workers' processes, if they are known."""
+        there is no use in waiting any longer."""
+        workers = record.workers
         rank = workers.index(self.worker_id)
         group: Group | None = None
         if len(workers) > 1:
@@ -346,7 +372,7 @@ class StoreCoordinator:
                     job=self.job,
                     generation=generation,
                     interrupt=look,
-                    identities=identities,
+                    identities=processes_of(record),
                 )
             except CommError as error:
                 self._reports.make_sure_broken(Membership(generation, round_, workers, rank, None), error, mine.step)
@@ -365,19 +391,24 @@ class StoreCoordinator:
         self._store.set(protocol.regroups_key(self.worker_id), PRESENT)
 
     def _declare(self, generation: int, mine: Ready, members: tuple[str, ...]) -> None:
+        said = replace(mine.to_declare(members), process=identity_record(own_identity()))
+        records = {self.keys.ready(generation, self.worker_id): said.to_json()}
         if mine.has_state:  # what it has committed since its last report is progress, should workers die again
-            report_progress(self._store, self.worker_id, mine.step, 0, 0)
-        self._store.set(self.keys.ready(generation, self.worker_id), mine.to_declare(members).to_json())
+            records[protocol.progress_key(self.worker_id)] = ProgressReport(step=mine.step, count=0, waits=0).to_json()
+        self._store.set_many(records)
 
     def _ready(self, generation: int, workers: tuple[str, ...]) -> dict[str, Ready]:
         found = self._store.get_many([self.keys.ready(generation, worker) for worker in workers])
         return declared_by(workers, found)
 
-    def _look_while_joining(self, generation: int, round_: int, workers: tuple[str, ...]) -> PeerLost | None:
+    def _look_while_joining(self, generation: int, round_: int, found: Round, mine: Ready) -> PeerLost | None:
         """Why there is no use in waiting for the others, if so. They find the round by its record: it has to stay."""
+        done, record = self._store.get_many([self.keys.done, self.keys.round(generation, round_)])
+        if done is not None and not mine.evaluating:
+            return PeerLost(f"round {round_} of generation {generation}: all steps are done", generation=generation)
         lost = self._access.broken(generation)
-        if lost is None and self._store.get(self.keys.round(generation, round_)) is None:
-            self._store.compare_and_set(self.keys.round(generation, round_), None, Round(workers).to_json())
+        if lost is None and record is None:
+            self._store.compare_and_set(self.keys.round(generation, round_), None, found.to_json())
         return lost
 
     # -- leaving and progress ---------------------------------------------------------------------------------
@@ -462,39 +493,3 @@ class StoreCoordinator:
         if self._watched is not None:
             self._watched.close()
             self._watched = None
-
-
-def make_coordinator(
-    group: Group | None, environ: Mapping[str, str] = os.environ, *, comm_timeout: float
-) -> Coordinator:
-    """Return the coordinator for where this process runs."""
-    world = World.from_env(environ)
-    worker_id = environ.get(protocol.ENV_WORKER_ID) or f"rank{group.rank if group else world.rank}"
-    if group is not None:
-        return FixedCoordinator(group, worker_id)
-    url = environ.get(protocol.ENV_STORE)
-    if not url:
-        return FixedCoordinator(init(default=False) if world.size > 1 else None, worker_id)
-    job = environ.get(protocol.ENV_JOB) or world.job
-    keys = JobKeys(len(_made))
-    if environ.get(protocol.ENV_ON_FAILURE) != "heal":
-        _made.append(None)
-        committed_steps = CommittedSteps(job_store(connect(url), job) if world.rank == 0 else None, keys)
-        return FixedCoordinator(init(default=False) if world.size > 1 else None, worker_id, committed_steps)
-    newest = max([world.generation, *(before.newest_generation for before in _made if before is not None)])
-    given = environ.get(protocol.ENV_REGROUP_TIMEOUT)
-    coordinator = StoreCoordinator(
-        connect(url),
-        job,
-        worker_id,
-        newest,
-        timeout=float(given) if given else timeouts.regroup_timeout(),
-        comm_timeout=comm_timeout,
-        keys=keys,
-    )
-    _made.append(coordinator)
-    return coordinator
-
-
-_made: list[StoreCoordinator | None] = []
-"""The coordinators of the jobs that this process has made so far: a job's number is the same in all workers."""

@@ -10,7 +10,9 @@ the generation's recovery). Rules, the first that fits:
    Connections are reset by routers, firewalls and laptops that wake up, and that is over when it is noticed.
 4. The second time in a row: the worker that most others cannot reach is replaced. Of a lone pair that cannot reach each
    other it is the later in the order of ranks.
-5. Nobody is named: all regroup, ``MAX_UNNAMED`` times in a row; then the job fails and says so.
+5. Nobody is named: all regroup. A worker that alone says so ``MAX_ALONE`` times in a row is the one that is cut off: it
+   notices at once that it reaches nobody, where the others wait for it. It is replaced. Else the job fails after
+   ``MAX_UNNAMED`` times in a row, and says so.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from phalanx.protocol import ContactLosses, LostContact
 
 MAX_UNNAMED = 5
 """How often in a row all may regroup because of lost contact, without a step in between and without a suspect."""
+MAX_ALONE = 3
+"""How often in a row one and the same worker may lose contact with whom it cannot say, while nobody else does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,10 @@ def judge(
     words = [word for word in words if word.by in members]
     step = max((word.step for word in words), default=-1)
     last = before if before is not None and step <= before.step else ContactLosses()
-    row = ContactLosses(count=last.count + 1, step=step)
+    speakers = {word.by for word in words}
+    alone = next(iter(speakers)) if len(speakers) == 1 and not any(word.of for word in words) else ""
+    is_again = last.count == 0 or alone == last.alone
+    row = ContactLosses(count=last.count + 1, step=step, alone=alone if is_again else "")
     first = min(words, key=lambda word: (not word.of, not word.late, word.by), default=None)  # the one that says most
     reason = f"{len(words)} workers lost contact" + (f" ({first.by}: {first.reason})" if first else "")
 
@@ -68,6 +75,8 @@ def judge(
         return Judgement(reason=f"{reason}; all regroup", row=row)
     if (suspect := most_named(words, members)) is not None:
         return culprits([suspect], f"cannot be reached, {row.count} times in a row, and is replaced")
+    if row.alone and row.count >= MAX_ALONE:
+        return culprits([row.alone], f"alone says so, {row.count} times in a row, and is replaced")
     if row.count <= MAX_UNNAMED:
         return Judgement(reason=f"{reason}; {row.count} times in a row; all regroup", row=row)
     return Judgement(

@@ -20,11 +20,14 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
 from phalanx.comm.stores._interface import Change, Lease, Store, Watch
+from phalanx.comm.stores._polling import LONGEST
 from phalanx.comm.stores._sealed import SealedStore
 from phalanx.comm.stores._signing import SignatureError, Signer
 from phalanx.errors import StoreError, StoreLost, StoreTimeout
@@ -51,6 +54,7 @@ from phalanx.protocol import (
     members_key,
     node_key,
     parse_count,
+    timeouts,
 )
 
 _CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
@@ -94,6 +98,7 @@ class Participant:
         self._node_raw = b""  # what this node wrote last about itself
         self._bell = 0  # the one that was heard last
         self._ear = store.clone()  # a blocking call must not delay the agent's
+        self._interrupted = threading.Event()
         self._heard = 0
         self._rung = False
         self._found: Members | None = None  # the newest one when this node came
@@ -169,6 +174,7 @@ class Participant:
     def interrupt(self) -> None:
         """Give up the connection that a follower waits on: a thread in ``pause`` gets ``StoreLost``."""
         self._ear.close()
+        self._interrupted.set()
 
     def close_watch(self) -> None:
         """Stop watching; only the thread that calls ``pause`` may do so."""
@@ -216,10 +222,22 @@ class Participant:
         if bell == self._bell:  # it rang, yet nobody was counted: a stranger's, and it would ring for ever
             self.store.delete(bell_key(bell))
         try:
-            self._ear.wait([bell_key(bell)], timeout)
+            self._hear(bell_key(bell), timeout)
             self._rung, self._bell = True, bell
         except StoreTimeout:
             self._rung, self._bell = False, 0
+
+    def _hear(self, key: str, timeout: float) -> None:
+        """Wait for a key; ``StoreTimeout`` when it does not come. Where the server cannot push, nodes of a large job
+        ask it less often than the store's own wait would."""
+        latest = self.facts.latest
+        interval = timeouts.bell_interval(max(self.rules.min_nodes, 0 if latest is None else len(latest.nodes)))
+        until = time.monotonic() + timeout
+        while interval > LONGEST and not self._ear.pushes and (left := until - time.monotonic()) > 0:
+            if self._ear.get(key) is not None:
+                return
+            self._interrupted.wait(min(interval, left))
+        self._ear.wait([key], max(0.0, until - time.monotonic()))
 
     def step(self, now: float) -> float:
         """Do what is due, and return when to be called again at the latest."""

@@ -69,3 +69,19 @@ class Segment:
         words = self.words
         found = (words[L.H_MAGIC], words[L.H_VERSION], words[L.H_SIZE], words[L.H_NONCE])
         return found == (L.MAGIC, L.VERSION, self.layout.size, nonce)
+
+    # -- while the group forms: each says that it has mapped the segment, then rank 0 that all have --------------------
+
+    def say_mapped(self) -> None:
+        self.words[self.layout.block(self.rank) + L.MAPPED] = 1
+
+    def unmapped(self) -> list[int]:
+        """Return the ranks that have not said so yet."""
+        layout, words = self.layout, self.words
+        return [rank for rank in range(layout.size) if not words[layout.block(rank) + L.MAPPED]]
+
+    def say_formed(self) -> None:
+        self.words[L.H_FORMED] = 1
+
+    def is_formed(self) -> bool:
+        return bool(self.words[L.H_FORMED])

@@ -1,12 +1,12 @@
-"""Lets the ranks of a group come to share a segment: two rounds over the store, alike on every rank.
+"""Lets the ranks of a group come to share a segment.
 
-1. Rank 0 makes the segment and publishes where it is (process, descriptor, nonce).
-2. Every rank maps it and publishes how that went. Rank 0 reads what all have published and publishes the outcome: if
-   all is well the group stands and it closes the descriptor; otherwise everybody raises ``ShmUnavailable`` with the
-   first reason. Every rank but the first waits for one key in each round.
+1. Rank 0 makes the segment and publishes in the store where it is (process, descriptor, nonce).
+2. Every rank maps it and says so in the segment itself. When all have, rank 0 says there that the group stands, and
+   closes the descriptor. A rank that cannot map it writes why into the store; as it never says that it has, the group
+   does not form, and everybody raises ``ShmUnavailable`` with the first reason.
 
-Before that, ``obstacle`` decides from the identities alone, the same on every rank. A rank that dies in between is
-noticed by the others at once.
+So a rank asks the store for one key. Before that, ``obstacle`` decides from the identities alone, the same on every
+rank. A rank that dies in between is noticed by the others at once.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 from phalanx.comm.failure._liveness import Identity, own_identity
 from phalanx.comm.stores._interface import Store
-from phalanx.comm.stores._polling import slice_after
+from phalanx.comm.stores._polling import pause_after, slice_after
 from phalanx.comm.transports.shm._peers import Peers
 from phalanx.comm.transports.shm._segment import Segment, new_file, open_file_of
 from phalanx.comm.transports.shm._segment_layout import SegmentLayout
@@ -55,13 +56,13 @@ def exchange_identities(store: Store, rank: int, size: int, timeout: float) -> d
     return {peer: Identity(**json.loads(record)) for peer, record in enumerate(records)}
 
 
-class _JoinRounds:
-    """The store as the ranks of one forming group use it."""
+class _Meeting:
+    """The ranks of one forming group as one of them waits for the others."""
 
     def __init__(self, store: Store, peers: Peers, rank: int, timeout: float, interrupt: Interrupt | None) -> None:
         self._store, self._peers, self._rank = store, peers, rank
         self._timeout = timeout
-        self._deadline = time.monotonic() + timeout
+        self._began = time.monotonic()
         self._interrupt = interrupt
         self._published: dict[str, bytes] = {}
 
@@ -69,35 +70,65 @@ class _JoinRounds:
         self._published[key] = json.dumps(record).encode()
         self._store.set(key, self._published[key])
 
-    def collect(self, names: Sequence[str], awaited: dict[int, str]) -> list[dict[str, object]]:
-        """Return what was published under ``names``, and look out for deaths and interrupts meanwhile. ``awaited``: the
-        keys of the ranks that it takes."""
+    def await_record(self, key: str) -> dict[str, object]:
+        """Return what rank 0 has published, and look out for deaths and interrupts meanwhile."""
         while True:
-            waited = time.monotonic() + self._timeout - self._deadline
             try:
-                return [json.loads(data) for data in self._store.wait(names, slice_after(waited))]
+                (data,) = self._store.wait([key], slice_after(self._waited()))
+                return dict(json.loads(data))
             except StoreTimeout:
-                for key, data in self._published.items():
-                    if self._store.get(key) != data:
-                        self._store.set(key, data)  # a stranger wrote over it or deleted it
-                self._look(awaited)
+                self._look([0])
 
-    def _look(self, awaited: dict[int, str]) -> None:
+    def give_up(self, trouble: str) -> NoReturn:
+        """Tell the others that this rank does not map the segment: as it never says that it has, no group forms."""
+        self._store.compare_and_set(_TROUBLE, None, f"rank {self._rank}: {trouble}".encode())
+        self._hear_of_trouble()
+        raise ShmUnavailable(trouble)
+
+    def await_all(self, segment: Segment) -> None:
+        """Return when all ranks have mapped the segment. They say so in it; the store is asked for trouble now and
+        then."""
+        looked = self._began
+        while not segment.is_formed():
+            missing = segment.unmapped()
+            if self._rank == 0 and not missing:
+                segment.say_formed()
+                return
+            now = time.monotonic()
+            if now - looked > slice_after(self._waited()):
+                looked = now
+                self._hear_of_trouble()
+                self._look(missing or [0])
+            time.sleep(pause_after(self._waited()))
+
+    def _waited(self) -> float:
+        return time.monotonic() - self._began
+
+    def _hear_of_trouble(self) -> None:
+        trouble = self._store.get(_TROUBLE)
+        if trouble is not None:
+            raise ShmUnavailable(trouble.decode(errors="replace"))
+
+    def _look(self, missing: Sequence[int]) -> None:
+        for key, data in self._published.items():
+            if self._store.get(key) != data:
+                self._store.set(key, data)  # a stranger wrote over it or deleted it
         cause = self._interrupt() if self._interrupt is not None else None
         if cause is not None:
             raise cause
-        dead = self._peers.dead_among(list(awaited))
+        dead = self._peers.dead_among(range(len(self._peers.pids)))
         if dead:
             raise self._peers.lost(dead, "the group formed")
-        if time.monotonic() >= self._deadline:
-            found = self._store.get_many(list(awaited.values()))
-            missing = [rank for rank, data in zip(awaited, found, strict=True) if data is None] or [0]
+        if self._waited() >= self._timeout:
             raise PeerTimeout(
                 f"rank {self._rank}: ranks {list(missing)} did not join the shared memory of generation "
                 f"{self._peers.generation} within {self._timeout:g} s; they may hang",
                 generation=self._peers.generation,
                 ranks=tuple(missing),
             )
+
+
+_TROUBLE = "trouble"
 
 
 def join(
@@ -110,26 +141,21 @@ def join(
     interrupt: Interrupt | None = None,
 ) -> Segment:
     """Share a segment; collective. ``ShmUnavailable``, ``PeerLost`` or ``PeerTimeout`` when it comes to nothing."""
-    meeting = _JoinRounds(store, peers, rank, timeout, interrupt)
+    meeting = _Meeting(store, peers, rank, timeout, interrupt)
     fd = -1
     try:
         if rank == 0:
             fd, where = _make(layout)
             meeting.publish("segment", where)
         else:
-            where = meeting.collect(["segment"], {0: "segment"})[0]
+            where = meeting.await_record("segment")
+        if where.get("trouble"):
+            raise ShmUnavailable(f"rank 0: {where['trouble']}")
         segment, trouble = _map(where, layout, rank)
-        meeting.publish(f"mapped/{rank}", {"trouble": trouble})
-        mapped = {r: f"mapped/{r}" for r in range(layout.size)}
-        if rank == 0:
-            answers = [answer["trouble"] for answer in meeting.collect(list(mapped.values()), mapped)]
-            outcome = next((f"rank {other}: {said}" for other, said in enumerate(answers) if said), "")
-            meeting.publish("outcome", {"trouble": outcome})
-        else:
-            outcome = str(meeting.collect(["outcome"], mapped)[0]["trouble"])
-        if outcome:
-            raise ShmUnavailable(outcome)
-        assert segment is not None, "no trouble means a segment"
+        if segment is None:
+            meeting.give_up(trouble)
+        segment.say_mapped()
+        meeting.await_all(segment)
         return segment
     finally:
         if fd >= 0:
@@ -141,7 +167,7 @@ def trial() -> str | None:
     layout = SegmentLayout(size=2)
     fd, where = _make(layout)
     try:
-        return _map(where, layout, 1)[1] or None
+        return str(where.get("trouble") or "") or _map(where, layout, 1)[1] or None
     finally:
         if fd >= 0:
             os.close(fd)
@@ -163,7 +189,7 @@ def _make(layout: SegmentLayout) -> tuple[int, dict[str, object]]:
 
 def _map(where: dict[str, object], layout: SegmentLayout, rank: int) -> tuple[Segment | None, str]:
     """Map rank 0's segment; the second value says what went wrong, empty when nothing did."""
-    trouble = unavailable() or str(where.get("trouble", ""))
+    trouble = unavailable()
     if trouble:
         return None, trouble
     pid = where["pid"]

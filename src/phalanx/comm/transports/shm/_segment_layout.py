@@ -2,8 +2,8 @@
 
 ::
 
-    header        magic, layout, nonce, BROKEN
-    rank block 0  READY TAKEN | BELL ASLEEP | STATE | calls[slots] | sizes[slots][size] | regions[REGIONS]
+    header        magic, layout, nonce, BROKEN, FORMED
+    rank block 0  READY TAKEN | BELL ASLEEP | STATE MAPPED | calls[slots] | sizes[slots][size] | regions[REGIONS]
     ...
     channel words for every ordered pair (src, dst): HEAD | TAIL, messages taken
     --- page ---
@@ -29,17 +29,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAGIC = 0x50484C585F53484D
-VERSION = 1
+VERSION = 2
 PAGE = 4096
 LINE = 16
 """Words (8 bytes each) between flags of different writers."""
 
 # words of the header
-H_MAGIC, H_VERSION, H_SIZE, H_NONCE, H_BROKEN = 0, 1, 2, 3, LINE
+H_MAGIC, H_VERSION, H_SIZE, H_NONCE, H_BROKEN, H_FORMED = 0, 1, 2, 3, LINE, 2 * LINE
 HEADER_WORDS = PAGE // 8
 
 # words of a rank block
-READY, TAKEN, BELL, ASLEEP, STATE, CALLS = 0, 1, LINE, LINE + 1, 2 * LINE, 3 * LINE
+READY, TAKEN, BELL, ASLEEP, STATE, MAPPED, CALLS = 0, 1, LINE, LINE + 1, 2 * LINE, 2 * LINE + 1, 3 * LINE
 CALL_WORDS = 8
 HISTORY = 7
 """The last word of a call record: a digest of all calls so far, which tells of an earlier difference."""
