@@ -53,6 +53,11 @@ CASES: dict[str, Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...], tupl
         (spread(mesh, values(6, 4), Shard(0), grad=False),),
         None,
     ),
+    "its dims are in another order in memory": lambda mesh: (
+        lambda x: x.sum(0),
+        (spread(mesh, values(4, 6), Shard(1)).detach().transpose(0, 1),),
+        None,
+    ),
     "this random operation cannot be traced": lambda mesh: (
         lambda x: torch.multinomial(x, 2) * 2,
         (spread(mesh, torch.ones(6, 4), Shard(0), grad=False),),

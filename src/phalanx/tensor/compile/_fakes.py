@@ -12,6 +12,7 @@ import torch
 
 from phalanx._torch_private import TracingContext, UnsupportedFakeTensor, WeakTensorKeyDictionary
 from phalanx.tensor.core._dtensor import DTensor, wrap
+from phalanx.tensor.core._strides import strides_of
 
 # Attribute of a FakeTensorMode: local tensor -> the fake of each DTensor that holds it, by the id of the DTensor. The
 # mode lives as long as its graph, and module.to(dtype) swaps no parameter to which there is a weak reference.
@@ -72,6 +73,8 @@ def _check_traceable(tensor: DTensor, source: Any) -> None:
         why = f"rank {tensor._spec.mesh.get_rank()} is outside of its mesh"
     elif _is_gradient(source):
         why = "it is the gradient of another (optimizers stay outside)"
+    elif strides_of(tensor) != tensor._spec.template.stride():  # which Dynamo's guards would compare
+        why = "its dims are in another order in memory, as after transpose(); contiguous() puts them in order"
     else:
         return
     raise UnsupportedFakeTensor(f"{tensor._spec!r} runs as it is, outside of the graphs of torch.compile: {why}")
