@@ -216,15 +216,22 @@ class Wandering(ShardedWorld):
     """In the last wave, in which worker c only follows, the others run one unit alone."""
 
     copies = "all"
+    alone = "middle"
 
     def loss(self, job, micro):
         if micro.slot < 6 or job.world_size < 3:
             return super().loss(job, micro)
-        return job.model.middle(torch.ones(4, 40)).sum()
+        unit = job.model.get_submodule(self.alone)
+        return unit(torch.ones(4, {"first": 8, "middle": 40}[self.alone])).sum()
 
 
-def test_a_micro_batch_that_runs_other_units_than_those_before_it_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("alone", "found", "before"),
+    [("first", "reduces unit 'first'", "unit 'middle'"), ("middle", "reduces no more units", "unit 'first'")],
+)
+def test_a_micro_batch_that_runs_other_units_than_those_before_it_is_named(tmp_path, monkeypatch, alone, found, before):
     world = Wandering(tmp_path, monkeypatch)
+    world.alone = alone
     world.agree(0, *"abc")
     for worker in "abc":
         world.start(worker)
@@ -235,8 +242,6 @@ def test_a_micro_batch_that_runs_other_units_than_those_before_it_is_named(tmp_p
     results = world.join()
     for worker in "ab":
         assert isinstance(results[worker], CollectiveMismatch), results[worker]
-        assert re.search(
-            r"rank \d reduces unit 'middle' where earlier micro-batches of the step reduced unit '\w+'",
-            str(results[worker]),
-        )
+        said = f"rank \\d {found} where earlier micro-batches of the step reduced {before};"
+        assert re.match(said, str(results[worker])), results[worker]
     assert isinstance(results["c"], str), "it follows nobody any more, and goes on"

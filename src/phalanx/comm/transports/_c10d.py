@@ -171,7 +171,7 @@ class C10dTransport(Transport):
         return self._start("_allgather_base", (output, tensor), async_op)
 
     def _gather_in_parts(self, parts: Sequence[Tensor], tensor: Tensor, async_op: bool) -> Work:
-        """Each rank's part from that rank to its place: gloo's own gather goes through a copy of the whole result."""
+        """Send each rank's part from there to its place: gloo's own gather goes through a copy of the whole result."""
         own = parts[self.rank]
         own.copy_(tensor.view(own.shape))
         works = [

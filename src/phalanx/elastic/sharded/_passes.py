@@ -108,7 +108,7 @@ class Passes:
             if self._announces:
                 self._meet(_ENDS, 0)
             elif self._expected:
-                raise CollectiveMismatch(self._tell_order("reduces no more unit"))
+                raise CollectiveMismatch(self._tell_order("reduces no more units"))
             self._note_order()
         self._is_open = False
 
