@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from interop.programs import PROGRAMS
+from interop import programs, programs_of_libraries
 from processes import Worker, run_processes
 
 Results = dict[str, dict[str, object]]
 NUM_RANKS = 4
+PROGRAMS = [*programs.PROGRAMS, *programs_of_libraries.PROGRAMS]
 
 
 def run_all(worker: Worker) -> Results:
