@@ -453,6 +453,14 @@ def async_work_completes_in_any_order_of_waiting(group: Group) -> None:
         work.wait()  # waiting again is harmless
     base = sum(range(group.size))
     assert [tensor[0].item() for tensor in tensors] == [base + i * group.size for i in range(5)]
+    parts = [torch.empty(count) for count in (100_000, 5)]
+    works = [
+        group.reduce_scatter_tensor(part, torch.full((group.size * len(part),), float(group.rank)), async_op=True)
+        for part in parts
+    ]
+    for part, work in reversed(list(zip(parts, works, strict=True))):
+        work.wait()
+        same(part, torch.full_like(part, float(base)), f"{len(part)}")
 
 
 def values_travel_as_json(group: Group) -> None:
