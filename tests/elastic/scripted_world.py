@@ -93,9 +93,9 @@ class World:
         self.threads[-1].start()
 
     def await_newcomer(self) -> None:
-        """In a worker's thread: until this worker knows that it is to regroup at the next boundary."""
-        until = time.monotonic() + 100
-        while not self._local.coordinator.signals.wish:
+        """In a worker's thread: until this worker knows that it is to regroup at a boundary, or somebody has come."""
+        until = time.monotonic() + 200
+        while not self._local.coordinator.signals.wish and not self.newcomers:
             assert time.monotonic() < until, "no worker asked for a place"
             self.check_time()
             time.sleep(0.01)

@@ -157,7 +157,7 @@ def test_a_replacement_compiles_before_it_has_a_seat(tmp_path: Path, monkeypatch
         if step.number == 7:
             assert compiled.wait(200)
         if step.number == 10 and job.worker_id == "a":
-            world.keys.wait(["elastic/1/ready/d"], 200.0)  # it gets its place at the next boundary or the one after
+            world.await_newcomer()
 
     def on_commit(job: Job, step: Any, outcome: Any) -> None:
         if outcome and step.number == 7:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def test_a_replacement_computes_at_once_and_is_filled_while_the_others_train(wor
     def on_step(job, step):
         if step.number == 5 and job.worker_id == "a":
             world.start("d", 1)
-            world.keys.wait(["elastic/1/ready/d"], 200.0)  # it gets its place at the next boundary or the one after
+            world.await_newcomer()
 
     world.agree(0, *"abc")
     with world.watching():
@@ -77,10 +76,7 @@ def test_a_worker_that_comes_behind_the_last_step_ends_with_the_others(world, un
     def on_step(job, step):
         if step.number == NUM_STEPS - 1 and job.worker_id == "a":
             world.start("d", 1, after=lambda job: job.digest())
-            deadline = time.monotonic() + 200
-            while not job.regrouping.coordinator.signals.wish:
-                assert time.monotonic() < deadline, "nobody heard that it came"
-                time.sleep(0.01)
+            world.await_newcomer()
 
     world.agree(0, *"abc")
     with world.watching():

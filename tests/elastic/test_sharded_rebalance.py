@@ -106,7 +106,7 @@ def test_a_worker_that_dies_while_a_newcomer_is_filled_costs_nothing(world, undi
         if step.number == 5 and job.worker_id == "a" and not started.is_set():
             started.set()
             world.start("d", 1)
-            world.keys.wait(["elastic/1/ready/d"], 200.0)
+            world.await_newcomer()
 
     world.agree(0, *"abc")
     with world.watching(), transfer.watching(monkeypatch):

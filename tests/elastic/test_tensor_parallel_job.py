@@ -202,7 +202,7 @@ def test_a_replacement_makes_the_group_whole_again(make_world, undisturbed):
         if step.number == 3 and job.worker_id == "a":
             assert len(job.sharding.tensor_groups.lanes.groups) == 1
             world.start("f", 1)
-            world.keys.wait(["elastic/1/ready/f"], 200.0)  # it gets its place at the next boundary or the one after
+            world.await_newcomer()
         if step.number == 6 and job.worker_id == "a":
             assert len(job.sharding.tensor_groups.lanes.groups) == 2
 
