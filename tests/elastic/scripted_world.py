@@ -94,9 +94,16 @@ class World:
 
     def await_newcomer(self) -> None:
         """In a worker's thread: until this worker knows that it is to regroup at a boundary, or somebody has come."""
+        self._await(lambda: self._local.coordinator.signals.wish or self.newcomers, "no worker asked for a place")
+
+    def await_end_of_group(self) -> None:
+        """In a worker's thread: until this worker knows that its generation is over."""
+        self._await(lambda: self._local.coordinator.signals.broken, "nobody said that the generation is over")
+
+    def _await(self, is_known: Callable[[], object], otherwise: str) -> None:
         until = time.monotonic() + 200
-        while not self._local.coordinator.signals.wish and not self.newcomers:
-            assert time.monotonic() < until, "no worker asked for a place"
+        while not is_known():
+            assert time.monotonic() < until, otherwise
             self.check_time()
             time.sleep(0.01)
 

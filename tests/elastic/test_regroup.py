@@ -114,6 +114,7 @@ def test_an_ejected_worker_is_told_so(world, alone):
     def on_step(job, step):
         if step.number == 2 and job.generation == 0:
             eject()
+            world.await_end_of_group()
         elif job.generation == 1:  # were a to finish before b looks, b would only hear that the job is over
             world.threads[1].join(100)
 
