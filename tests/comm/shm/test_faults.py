@@ -250,6 +250,29 @@ def test_who_may_receive_from_any_rank_waits_for_those_that_are_left() -> None:
     assert "rank 1, 2 left the group" in message
 
 
+def receive_beside_a_receive(worker) -> list[float]:
+    """Rank 0 awaits two messages with one tag: what comes first is for the receive from rank 1 that was there first."""
+    group = worker.group(backend="auto", timeout=TIMEOUT)
+    first, second = torch.zeros(1), torch.zeros(1)
+    group.barrier()
+    if worker.rank == 0:
+        work = group.recv(first, 1, tag=8, async_op=True)
+        group.recv_any(second, tag=8)
+        work.wait()
+    else:
+        asleep = group._transport._window._blocks[0] + L.ASLEEP
+        for value in (1.0, 2.0):  # each when rank 0 has looked around in vain, and sleeps
+            while not group._transport._engine.words[asleep]:
+                time.sleep(0.01)
+            group.send(torch.full((1,), value), 0, tag=8)
+    group.barrier()
+    return [first.item(), second.item()]
+
+
+def test_receiving_from_any_rank_waits_for_another_receive_of_this_rank() -> None:
+    assert run_processes(2, receive_beside_a_receive)[0].value == [1.0, 2.0]
+
+
 def miss_a_monitored_barrier(worker) -> tuple[tuple[int, ...], str] | None:
     group = worker.group(backend="auto", timeout=TIMEOUT)
     group.monitored_barrier()

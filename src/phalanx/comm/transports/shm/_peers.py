@@ -80,9 +80,10 @@ class Peers:
             for rank, state in states.items()
             if state == L.FAILED or (state == L.CLOSED and any(self._needed(segment, rank, t) for t in required))
         ]
-        # Of several that may send, one that has left in good order leaves the others to wait for.
+        # Of several that may send, one that has left in good order leaves the others to wait for. This rank is among
+        # them where another of its receives is at a message: that one comes to an end, or says itself why it cannot.
         senders = {layout.writer(token & L.TOKEN_MASK) for token in alternatives}
-        if senders and all(states[rank] == L.CLOSED for rank in senders):
+        if senders and all(states.get(rank) == L.CLOSED for rank in senders):
             left = sorted({*left, *senders})
         if left:
             # Whoever gave up may have seen a death before this process was told of it: look for oneself.
