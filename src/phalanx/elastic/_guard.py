@@ -44,7 +44,8 @@ class Guard:
 
     ``spike=10``: a loss, or a gradient norm, of more than ten times the median of the last ``window`` steps is one too
     many. ``on_spike="skip"`` leaves its update out, ``"stop"`` stops, ``"rollback"`` goes back to the weights of the
-    last good save and leaves the samples since then out; ``max_rollbacks`` times to one save, then it stops.
+    last good save and leaves the samples since then out; ``max_rollbacks`` times to one save, then it stops. A save
+    that the disk was too slow for is not there to go back to (``Saves``): then it is an earlier one.
 
     >>> Guard(nonfinite="skip", spike=10).on_spike
     'skip'
