@@ -45,6 +45,13 @@ SECTIONS: dict[str, list[str]] = {
     ],
     "Guides": [
         "elastic.md",
+        "elastic-failures.md",
+        "elastic-sharded.md",
+        "elastic-saves.md",
+        "elastic-guard.md",
+        "elastic-trainers.md",
+        "elastic-proof.md",
+        "elastic-measured.md",
         "slots.md",
         "launch.md",
         "clusters.md",
