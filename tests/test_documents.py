@@ -230,6 +230,9 @@ def launch(names: Names, group: Any) -> Iterator[None]:
     names["train"] = abs
     yield
     assert names["values"] == dict.fromkeys(range(4), 0.1)
+
+
+def launch_torchrun(names: Names, group: Any) -> Iterator[None]:
     served = FileTimerServer(os.path.abspath("timers"), "job", max_interval=0.01)
     served.start()
     names.update(os=os, timer=timer, exchange=lambda: None)
@@ -401,6 +404,7 @@ READERS: dict[str, tuple[int, Callable[[Names, Any], Iterator[None]]]] = {
     "docs/elastic-trainers.md": (1, elastic_trainers),
     "docs/fsdp.md": (2, fsdp),
     "docs/launch.md": (1, launch),
+    "docs/launch-torchrun.md": (1, launch_torchrun),
     "docs/parallel.md": (1, parallel),
     "docs/shard.md": (2, shard),
     "docs/slots.md": (1, slots),
