@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +63,7 @@ def slots(names: Names, group: Any) -> Iterator[None]:
 
 
 def comm(names: Names, group: Any) -> Iterator[None]:
+    yield
     names |= {"group": group, "train": lambda group: group.barrier()}
     yield
 
@@ -456,6 +458,8 @@ def test_examples_that_need_nothing_run(document: str, tmp_path: Path, monkeypat
                     assert said.getvalue() == after.text
 
     simulate(1).run(read)
+    if "accelerate.state" in sys.modules:  # it keeps its choices for the rest of a process
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("document", READERS)

@@ -26,6 +26,8 @@ SECTIONS: dict[str, list[str]] = {
         "howto/ray.md",
         "howto/huggingface.md",
         "howto/lightning.md",
+        "howto/accelerate.md",
+        "howto/streaming.md",
     ],
     "Coming from": [
         "coming/torchrun.md",
