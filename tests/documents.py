@@ -60,6 +60,21 @@ def prose(document: Path) -> str:
     return re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
+def paragraphs(text: str) -> Iterator[str]:
+    """What a reader takes in at once: paragraphs, items of lists, cells of tables; no headings, blocks or comments."""
+    text = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines: list[str] = []
+    for line in [*map(str.strip, text.splitlines()), ""]:
+        item = re.match(r"(?:[-*]|\d+\.) +", line)
+        if lines and (not line or item or line.startswith(("#", "|"))):
+            yield " ".join(lines)
+            lines = []
+        if line.startswith("|"):
+            yield from map(str.strip, line.strip("|").split("|"))
+        elif line and not line.startswith("#"):
+            lines.append(line[item.end() :] if item else line)
+
+
 def inline_code(document: Path) -> list[str]:
     return re.findall(r"`([^`\n]+)`", prose(document))
 

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +63,7 @@ def slots(names: Names, group: Any) -> Iterator[None]:
 
 
 def comm(names: Names, group: Any) -> Iterator[None]:
+    yield
     names |= {"group": group, "train": lambda group: group.barrier()}
     yield
 
@@ -150,16 +152,63 @@ def elastic(names: Names, group: Any) -> Iterator[None]:
     }
     yield
     job.close()
-    unsharded = {name: names[name] for name in ("model", "optimizer")}
-    names |= {"build": _Blocks}
+
+
+def elastic_failures(names: Names, group: Any) -> Iterator[None]:
+    next(readme(names, group))
+    yield
+    assert names["job"].verifying.options.every == 100
+    names["job"].close()
+
+
+def elastic_guard(names: Names, group: Any) -> Iterator[None]:
+    next(readme(names, group))
+    yield
+    assert names["job"].guarding.record.num_skipped == 0
+    names["job"].close()
+
+
+def elastic_saves(names: Names, group: Any) -> Iterator[None]:
+    next(readme(names, group))
+    yield
+    [save] = Path("saves").glob("step-*")
+    assert {"tensors.safetensors", "state.json"} <= {path.name for path in save.iterdir()}
+    names["job"].close()
+
+
+def elastic_sharded(names: Names, group: Any) -> Iterator[None]:
+    next(readme(names, group))
+    names |= {"phalanx": phalanx, "build": _Blocks}
     yield
     names |= {"build": lambda: _Blocks(_UpDown)}
     yield
-    names |= unsharded
+
+
+class _Trainer:
+    """Ends after three steps, and has a state."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def end_of_step(self, loss: float) -> None:
+        self.losses.append(loss)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.losses) == 3
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self.losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = state["losses"]
+
+
+def elastic_trainers(names: Names, group: Any) -> Iterator[None]:
+    next(readme(names, group))
+    names["trainer"] = _Trainer()
     yield
-    assert names["job"].guarding.record.num_skipped == 0
-    yield
-    assert names["job"].verifying.options.every == 100
+    assert names["job"].step == len(names["trainer"].losses) == 3
     names["job"].close()
 
 
@@ -183,6 +232,9 @@ def launch(names: Names, group: Any) -> Iterator[None]:
     names["train"] = abs
     yield
     assert names["values"] == dict.fromkeys(range(4), 0.1)
+
+
+def launch_torchrun(names: Names, group: Any) -> Iterator[None]:
     served = FileTimerServer(os.path.abspath("timers"), "job", max_interval=0.01)
     served.start()
     names.update(os=os, timer=timer, exchange=lambda: None)
@@ -347,8 +399,14 @@ READERS: dict[str, tuple[int, Callable[[Names, Any], Iterator[None]]]] = {
     "docs/data.md": (4, data),
     "docs/ddp.md": (2, ddp),
     "docs/elastic.md": (1, elastic),
+    "docs/elastic-failures.md": (1, elastic_failures),
+    "docs/elastic-guard.md": (1, elastic_guard),
+    "docs/elastic-saves.md": (1, elastic_saves),
+    "docs/elastic-sharded.md": (1, elastic_sharded),
+    "docs/elastic-trainers.md": (1, elastic_trainers),
     "docs/fsdp.md": (2, fsdp),
     "docs/launch.md": (1, launch),
+    "docs/launch-torchrun.md": (1, launch_torchrun),
     "docs/parallel.md": (1, parallel),
     "docs/shard.md": (2, shard),
     "docs/slots.md": (1, slots),
@@ -400,6 +458,8 @@ def test_examples_that_need_nothing_run(document: str, tmp_path: Path, monkeypat
                     assert said.getvalue() == after.text
 
     simulate(1).run(read)
+    if "accelerate.state" in sys.modules:  # it keeps its choices for the rest of a process
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("document", READERS)

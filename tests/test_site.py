@@ -24,7 +24,7 @@ from tools.site import __main__ as site
 from tools.site import _facts, _index, _markdown, _nav, _reference, _tree, _variables
 
 import phalanx
-from documents import ROOT
+from documents import ROOT, paragraphs
 from phalanx.__main__ import COMMANDS
 from phalanx.events._event_types import EVENT_TYPES
 from test_documents import flags_of
@@ -61,12 +61,48 @@ def test_every_page_has_its_place_and_every_place_its_page(pages: dict[str, str]
     assert set(placed) == set(pages)
 
 
+PAGES = {page: path for page, path in _nav.documents().items() if path.is_relative_to(ROOT / "docs")}
+EXPLAINING = {page: path for page, path in PAGES.items() if not page.startswith("adr/")}
+"""Pages for who wants to know or do something; a decision is told from its beginning to its end."""
+MOST_WORDS = 90
+"""Of a paragraph, an item of a list, or a cell of a table."""
+SOON = 85
+"""Words, before a page shows a call, a table or a picture."""
+
+
 def test_pages_begin_with_the_question_that_they_answer() -> None:
-    asked = ("start", "tutorials/", "howto/", "coming/", "concepts/", "clusters.", "compile.", "slots.", "watch")
-    for page, path in _nav.documents().items():
-        if page.startswith(asked):
-            first = path.read_text().split("\n\n")[1]
-            assert "?" in first, f"{page} begins with: {first}"
+    assert len(EXPLAINING) > 60
+    for page, path in EXPLAINING.items():
+        first = path.read_text().split("\n\n")[1]
+        assert "?" in first, f"{page} begins with: {first}"
+        assert not first.startswith(("#", "|", "`")), f"{page} begins with: {first}"
+
+
+def test_pages_show_soon_what_they_are_about() -> None:
+    for page, path in EXPLAINING.items():
+        before = re.split(r"^(?:```|\||!\[)", path.read_text(), maxsplit=1, flags=re.MULTILINE)
+        assert len(before) == 2, f"{page} has no call, table or picture"
+        assert len(before[0].split()) <= SOON, f"{page} has {len(before[0].split())} words before its first one"
+
+
+def test_no_page_is_a_wall_of_prose() -> None:
+    long = [
+        f"{page}: {len(words)} words from {' '.join(words[:8])!r}; cut it, or make it a table or a list"
+        for page, path in EXPLAINING.items()
+        for words in map(str.split, paragraphs(path.read_text()))
+        if len(words) > MOST_WORDS
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_a_wall_of_prose_is_seen() -> None:
+    wall = "word " * (MOST_WORDS + 1)
+    for text in (wall, f"- {wall}", f"1. {wall}", f"| a | {wall} |", f"# A\n{wall}\n- item"):
+        assert max(len(each.split()) for each in paragraphs(text)) == MOST_WORDS + 1
+    assert not list(paragraphs(f"# {wall}\n```python\n{wall}\n```\n<!-- {wall} -->"))
+    assert list(paragraphs("one\ntwo\n\n- three\n- four\n  five\n| six | seven |")) == [
+        "one two", "three", "four five", "six", "seven",
+    ]  # fmt: skip
 
 
 def test_pages_are_made_without_torch() -> None:

@@ -13,8 +13,9 @@ TARGET = ROOT / "docs" / "files.md"
 FOLDERS = ("src/phalanx", "benchmarks", "examples", "tools")
 HEAD = """# Files
 
-Every file in one line, by folder; [ARCHITECTURE.md](../ARCHITECTURE.md) is the tour. Written by `make files` from the
-docstrings: change those, never this page.
+**Which file does what?** Every file in one line, by folder; [ARCHITECTURE.md](../ARCHITECTURE.md) is the tour.
+
+Written by `make files` from the docstrings: change those, never this page.
 """
 
 

@@ -230,7 +230,7 @@ def test_every_setting_that_backends_read_is_in_the_table_and_in_the_manual():
     text = "".join(path.read_text() for path in source.glob("*.py"))
     read = set(re.findall(r"params\.get(?:_as_\w+)?\(\s*\"(\w+)\"", text))
     assert read == _settings.SETTINGS
-    manual = (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
+    manual = (Path(__file__).parents[2] / "docs" / "rendezvous.md").read_text()
     assert [key for key in _settings.SETTINGS if f"`{key}" not in manual] == []
     _settings.check_settings(["heartbeat_timeout", "use_libuv", "rank"], "c10d")  # a torchrun user's
     _settings.check_settings(["anything"], "a-plugin")

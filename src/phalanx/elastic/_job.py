@@ -71,7 +71,7 @@ class Job(JobState):
     ``num_slots`` is the number of logical workers: the result depends on it, never on the number of processes.
     ``scheduler`` steps once per committed step; ``scaler`` is a ``torch.amp.GradScaler``; ``state`` names further
     objects with ``state_dict`` and ``load_state_dict`` that belong to the job; ``loop_state`` those that belong to the
-    loop, which changes them alike on all workers: only a newcomer takes them over (see ``docs/elastic.md``).
+    loop, which changes them alike on all workers: only a newcomer takes them over (see ``docs/elastic-trainers.md``).
     """
 
     def __init__(
