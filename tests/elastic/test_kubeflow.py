@@ -67,6 +67,9 @@ def test_a_job_tells_its_percent_and_its_values(controller, tmp_path):
     tracker.close()
     token, last = controller.told[-1]
     assert token == "Bearer the pod's"
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+    taken = models.TrainerV1alpha1UpdateTrainJobStatusRequest.from_dict({"trainerStatus": last}).trainer_status
+    assert set(json.loads(taken.model_dump_json(by_alias=True, exclude_none=True))) == set(last)
     assert last["progressPercentage"] == 25
     assert "loss" in {metric["name"] for metric in last["metrics"]}
     assert last["estimatedRemainingSeconds"] >= 0

@@ -111,7 +111,15 @@ class HostJob(Cluster):
         return found
 
     def committed_twice(self) -> dict[int, dict[str, tuple[int, ...]]]:
-        """Steps that were committed as results of different attempts: two halves that both went on."""
+        """Steps that were committed as results of different attempts: two halves that both went on.
+
+        Two halves that have a store each may count their attempts alike: then two lists of workers have one name.
+        """
+        members: dict[tuple[int, int], set[tuple[str, ...]]] = {}
+        for record in self.events("regrouped"):
+            members.setdefault((record["generation"], record["round"]), set()).add(tuple(sorted(record["workers"])))
+        halves = {name: lists for name, lists in members.items() if len(lists) > 1}
+        assert not halves, f"(generation, round) of two groups at once: {halves}"
         return {step: told for step, told in self.commits().items() if len(set(told.values())) > 1}
 
     def is_level(self) -> bool:

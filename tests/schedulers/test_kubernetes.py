@@ -1,14 +1,15 @@
 """The manifests of ``examples/kubernetes``, against Kubernetes' published schemas and what ``phalanx run`` takes.
 
-No cluster is asked. What the schemas do not know (JobSet, TrainJob: they come with their controllers) is checked by the
-Job inside, and by the fields that must agree. The chart is rendered by the few actions of Helm's language that it
-uses; Helm itself is not run.
+No cluster is asked. JobSet and TrainJob come with their controllers: they are held against the models that Kubeflow
+Trainer publishes, and a JobSet by the Job inside too. The chart is rendered by the few actions of Helm's language that
+it uses; Helm itself is not run.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ yaml = pytest.importorskip("yaml", reason="reading manifests needs PyYAML (pip i
 pytestmark = pytest.mark.fast
 
 FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
-VERSIONS = ("1.29", "1.32")
+VERSIONS = ("1.29", "1.32", "1.37")
 EXIT_DO_NOT_RETRY = 93
 
 
@@ -76,6 +77,39 @@ def test_manifests_are_what_kubernetes_takes(name, found, version):
     wrong["spec"]["template"]["spec"]["containers"][0]["livenessProb"] = {}
     with pytest.raises(validate.ValidationError):
         validate.validate(wrong, version, strict=True)
+
+
+def fields_of(value: Any, path: str = "") -> Iterator[str]:
+    """The paths of all fields of a document."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield f"{path}.{name}"
+            yield from fields_of(inner, f"{path}.{name}")
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from fields_of(inner, f"{path}[{number}]")
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "wrong"),
+    [
+        ("trainjob.yaml", "TrainerV1alpha1TrainJob", ("spec", "trainer", "numProcPerNode", "auto")),
+        ("jobset.yaml", "JobsetV1alpha2JobSet", ("spec", "successPolicy", "operator", 3)),
+    ],
+)
+def test_manifests_are_what_their_controllers_take(name, model, wrong):
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+    (document,) = documents(name)
+    taken = getattr(models, model).from_dict(document)
+    known = json.loads(taken.model_dump_json(by_alias=True, exclude_none=True))
+    assert set(fields_of(document)) <= set(fields_of(known)), "a field that nobody knows"
+    *path, field, value = wrong
+    inner = document
+    for key in path:
+        inner = inner.setdefault(key, {})
+    inner[field] = value
+    with pytest.raises(ValueError, match=field):
+        getattr(models, model).from_dict(document)
 
 
 @pytest.mark.parametrize(("name", "found"), jobs(), ids=lambda value: value if isinstance(value, str) else "")

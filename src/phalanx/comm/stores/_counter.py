@@ -1,6 +1,15 @@
-"""Keeps a counter as bytes: plain decimal digits, so that it can be read and set like any other value."""
+"""Keeps a counter as bytes: plain decimal digits, so that it can be read and set like any other value.
+
+Adding is reading and writing if nobody else has meanwhile. Of many that do so at once one gets through at a time, and
+without pauses each would try about as often as there are others.
+"""
 
 from __future__ import annotations
+
+import random
+import time
+
+_CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
 
 LIMIT = 2**62
 """Beyond what any counter of a job reaches; a store's own arithmetic ends a little further on."""
@@ -26,3 +35,17 @@ def parse_counter(value: bytes) -> int | None:
         return None
     number = int(value)
     return number if abs(number) < LIMIT else None
+
+
+def longest_pause(num_tries: int) -> float:
+    """Return how many seconds a client may pause that was forestalled in so many tries.
+
+    >>> longest_pause(1), longest_pause(4), longest_pause(1000)
+    (0.002, 0.016, 0.5)
+    """
+    return min(0.001 * float(2 ** min(num_tries, 20)), 0.5)
+
+
+def make_way(num_tries: int) -> None:
+    """Pause before the next try to add: as many clients add at once as it takes to be forestalled so often."""
+    time.sleep(_CHANCE.uniform(0, longest_pause(num_tries)))

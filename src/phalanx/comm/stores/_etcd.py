@@ -10,10 +10,10 @@ Granularity of leases: etcd counts whole seconds and looks twice per second.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
-import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.comm.stores import _etcd_gateway
 from phalanx.comm.stores._complaints import Complaints
-from phalanx.comm.stores._counter import counter_value
+from phalanx.comm.stores._counter import counter_value, make_way
 from phalanx.comm.stores._etcd_access import Access
 from phalanx.comm.stores._etcd_gateway import NOT_FOUND, EtcdError, Gateway, as_text, b64, range_end, unb64
 from phalanx.comm.stores._etcd_watch import EtcdWatch
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store as C10dStore  # torch.distributed's, with its stub
 
 log = logging.getLogger(__name__)
-
-_CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
 
 _CLOSE_LOOK = 0.25
 """Seconds between two looks of a ``wait`` at whether its store was closed: the stream of changes is another's."""
@@ -112,13 +110,15 @@ class EtcdStore(Store):
     def add(self, key: str, amount: int = 1) -> int:
         answer = self._gateway.call("/v3/kv/range", {"key": self._key(key)})
         entry = _Revision.of(answer)
-        while True:
-            now = counter_value(key, None if entry is None else entry.value, self.address)
+        for num_tries in itertools.count(1):
+            total = counter_value(key, None if entry is None else entry.value, self.address) + amount
             condition = {"target": "MOD", "mod_revision": str(0 if entry is None else entry.revision)}
-            done, entry = self._write_if(key, condition, b"%d" % (now + amount))
+            done, entry = self._write_if(key, condition, b"%d" % total)
             if done:
-                return now + amount
-            time.sleep(_CHANCE.uniform(0, 0.004))  # others add at the same time: spread out
+                break
+            make_way(num_tries)
+            entry = _Revision.of(self._gateway.call("/v3/kv/range", {"key": self._key(key)}))
+        return total
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
         if expected is None:

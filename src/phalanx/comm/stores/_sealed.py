@@ -11,13 +11,13 @@ writing an old record of a key to that key again.
 
 from __future__ import annotations
 
-import random
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from phalanx.comm.stores._complaints import clipped
-from phalanx.comm.stores._counter import parse_counter
+from phalanx.comm.stores._counter import make_way, parse_counter
 from phalanx.comm.stores._interface import Change, Lease, Store, Watch
 from phalanx.comm.stores._namespace import NamespacedStore
 from phalanx.comm.stores._polling import wait_for_keys
@@ -26,8 +26,6 @@ from phalanx.protocol import job_prefix
 
 if TYPE_CHECKING:
     from torch.distributed import Store as C10dStore  # torch.distributed's, with its stub
-
-_CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
 
 
 def job_store(root: Store, job: str) -> Store:
@@ -81,12 +79,13 @@ class SealedStore(Store):
                 return self._below.add(key, amount)
             except ValueError:
                 pass  # no number
-        while True:
+        for num_tries in itertools.count(1):
             standing = self._below.get(key)
             total = self._number(key, standing) + amount
             if self._below.compare_and_set(key, standing, self._seal(key, b"%d" % total)):
-                return total
-            time.sleep(_CHANCE.uniform(0, 0.002))  # others add at the same time: spread out
+                break
+            make_way(num_tries)
+        return total
 
     def count(self, key: str) -> int:
         """Return what a counter holds; 0 when there is none, or no number that can be trusted."""

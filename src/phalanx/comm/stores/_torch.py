@@ -7,12 +7,13 @@ what torch's process groups write under ``t/``, so that none can be mistaken for
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from torch.distributed import PrefixStore
 from torch.distributed import Store as C10dStore
 
-from phalanx.comm.stores._counter import counter_value
+from phalanx.comm.stores._counter import counter_value, make_way
 from phalanx.comm.stores._for_torch import StoreForTorch, for_torch
 from phalanx.comm.stores._interface import Lease, Store, Watch
 from phalanx.comm.stores._namespace import NamespacedStore
@@ -82,12 +83,14 @@ class TorchStore(Store):
     def add(self, key: str, amount: int = 1) -> int:
         # Not the server's own add: it takes leading digits for a number and drops a client whose value has none, also
         # where another client has put it there in this very moment.
-        while True:
+        for num_tries in itertools.count(1):
             now = self._record(key)
             total = counter_value(key, now.value, self.address) + amount
             if self._link.swap(self._space + key, now.raw, self._writer.encode(b"%d" % total)):
-                self._link.tick(self._writer.encode(b""))
-                return total
+                break
+            make_way(num_tries)
+        self._link.tick(self._writer.encode(b""))
+        return total
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
         raw = self._writer.encode(value)
