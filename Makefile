@@ -25,7 +25,7 @@ check: $(DEV)
 
 # Programs of torch's own libraries, on gloo and on our backend, compared.
 interop: $(DEV)
-	$(PY) -m pytest tests/interop
+	$(PY) -m pytest tests/interop tests/launch/test_elastic_programs.py
 
 # What only a machine with CUDA can show, see tests/gpu/README.md; on others everything is skipped, with the reason.
 gpu: $(DEV)

@@ -1,14 +1,19 @@
 """Every public name of the torch that is installed has a row in docs/parity.md, in the section of its part.
 
-``LISTED`` says which modules and classes of torch each section answers for; a part adds its line there. A row's second
+``LISTED`` says which modules and classes of torch each section answers for; a part adds its line there. ``ROOTS`` are
+the packages that it has to cover: a public module below them that shows a name and is not listed fails. A row's second
 cell is the answer: a name of ours (``phalanx...``), or ``yes``, ``differs`` or ``no`` (``-``) with how or why.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import pkgutil
 import re
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -38,7 +43,41 @@ HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 LAUNCHER = "Launcher"
 DTENSOR = "DTensor"
 SHARDING = "Sharding API"
+SAMPLER = "Elastic sampler"
+FULLY_SHARDED = "Fully sharded"
+ROOTS = [
+    "torch.distributed._shard",
+    "torch.distributed.algorithms",
+    "torch.distributed.device_mesh",
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.elastic",
+    "torch.distributed.fsdp",
+    "torch.distributed.launch",
+    "torch.distributed.launcher",
+    "torch.distributed.run",
+    "torch.distributed.tensor",
+    "torch.nn.parallel",
+    "torch.utils.data.distributed",
+]
+# A module, or all below it: why its names need no rows of their own.
+LEFT_OUT = {
+    "torch.distributed._shard.checkpoint": "a second name of torch.distributed.checkpoint, in a row of its own",
+    "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook": "its two functions have a row; importing it warns",
+}
 LISTED = [
+    Listed("torch.utils.data.distributed", SAMPLER),
+    Listed("torch.utils.data.distributed.DistributedSampler", SAMPLER, beyond="torch.utils.data.Sampler"),
+    Listed("torch.distributed.elastic.utils.data.cycling_iterator", SAMPLER),
+    Listed("torch.distributed.elastic.utils.data.elastic_distributed_sampler", SAMPLER),
+    *(
+        Listed(f"torch.distributed.fsdp{module}", FULLY_SHARDED)
+        for module in ("", ".api", ".fully_sharded_data_parallel", ".sharded_grad_scaler", ".wrap")
+    ),
+    Listed("torch.distributed.fsdp.FSDPModule", FULLY_SHARDED, prefix="FSDPModule."),
+    *(
+        Listed(f"torch.nn.parallel.{module}", DDP, prefix="parallel.")
+        for module in ("comm", "data_parallel", "parallel_apply", "replicate", "scatter_gather")
+    ),
     Listed("torch.nn.parallel.distributed", DDP),
     Listed("torch.nn.parallel.DistributedDataParallel", DDP, beyond="torch.nn.Module"),
     Listed("torch.distributed.algorithms.join", DDP),
@@ -66,14 +105,23 @@ LISTED = [
     Listed("torch.distributed.elastic.multiprocessing", LAUNCHER),
     Listed("torch.distributed.elastic.multiprocessing.api", LAUNCHER),
     Listed("torch.distributed.elastic.multiprocessing.errors", LAUNCHER),
+    Listed("torch.distributed.elastic.multiprocessing.errors.error_handler", LAUNCHER),
+    Listed("torch.distributed.elastic.multiprocessing.errors.handlers", LAUNCHER),
     Listed("torch.distributed.elastic.multiprocessing.redirects", LAUNCHER),
     Listed("torch.distributed.elastic.multiprocessing.tail_log", LAUNCHER),
-    Listed("torch.distributed.elastic.multiprocessing.subprocess_handler", LAUNCHER),
+    *(
+        Listed(f"torch.distributed.elastic.multiprocessing.subprocess_handler{module}", LAUNCHER)
+        for module in ("", ".handlers", ".subprocess_handler")
+    ),
     Listed("torch.distributed.elastic.rendezvous", LAUNCHER),
+    Listed("torch.distributed.elastic.rendezvous.api", LAUNCHER),
     Listed("torch.distributed.elastic.rendezvous.registry", LAUNCHER),
     Listed("torch.distributed.elastic.rendezvous.dynamic_rendezvous", LAUNCHER),
     Listed("torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", LAUNCHER),
+    Listed("torch.distributed.elastic.rendezvous.etcd_rendezvous", LAUNCHER),
+    Listed("torch.distributed.elastic.rendezvous.etcd_rendezvous_backend", LAUNCHER),
     Listed("torch.distributed.elastic.rendezvous.etcd_server", LAUNCHER),
+    Listed("torch.distributed.elastic.rendezvous.etcd_store", LAUNCHER),
     Listed("torch.distributed.elastic.rendezvous.static_tcp_rendezvous", LAUNCHER),
     Listed("torch.distributed.elastic.rendezvous.utils", LAUNCHER),
     Listed("torch.distributed.elastic.timer.api", LAUNCHER, prefix="timer."),
@@ -86,9 +134,10 @@ LISTED = [
     Listed("torch.distributed.elastic.metrics", LAUNCHER, prefix="metrics."),
     Listed("torch.distributed.elastic.metrics.api", LAUNCHER, prefix="metrics."),
     Listed("torch.distributed.elastic.control_plane", LAUNCHER, prefix="control_plane."),
-    Listed("torch.distributed.elastic.utils.store", LAUNCHER, prefix="utils."),
-    Listed("torch.distributed.elastic.utils.distributed", LAUNCHER, prefix="utils."),
-    Listed("torch.distributed.elastic.utils.logging", LAUNCHER, prefix="utils."),
+    *(
+        Listed(f"torch.distributed.elastic.utils.{module}", LAUNCHER, prefix="utils.")
+        for module in ("api", "distributed", "log_level", "logging", "process_state", "store")
+    ),
     Listed("torch.distributed.launcher.api", LAUNCHER),
     Listed("torch.distributed.run", LAUNCHER, prefix="run."),
     Listed("torch.distributed.launch", LAUNCHER, prefix="launch."),
@@ -113,8 +162,10 @@ LISTED = [
         Listed(f"torch.distributed._shard{module}", SHARDING)
         for module in (
             "", ".api", ".metadata", ".sharded_optim", ".sharded_optim.api", ".sharded_tensor", ".sharded_tensor.api",
-            ".sharded_tensor.metadata", ".sharded_tensor.shard", ".sharder", ".sharding_plan", ".sharding_plan.api",
+            ".sharded_tensor.metadata", ".sharded_tensor.reshard", ".sharded_tensor.shard",
+            ".sharded_tensor.utils", ".sharder", ".sharding_plan", ".sharding_plan.api",
             ".sharding_spec", ".sharding_spec.api", ".sharding_spec.chunk_sharding_spec",
+            ".sharding_spec.chunk_sharding_spec_ops.embedding", ".sharding_spec.chunk_sharding_spec_ops.embedding_bag",
         )
     ),
     *(
@@ -181,6 +232,39 @@ def named(cell: str) -> set[str]:
     ['DeviceMesh.size', 'shape']
     """
     return set(re.findall(r"`([\w.]+)`", cell))
+
+
+def public_modules(root: str) -> Iterator[str]:
+    """``root`` and the public modules below it that are not left out."""
+    package = find(root)
+    inside = getattr(package, "__path__", ())
+    for name in [root, *(found.name for found in pkgutil.walk_packages(inside, f"{root}."))]:
+        below = name.removeprefix(root)
+        if "._" not in below and not any(f"{name}.".startswith(f"{left}.") for left in LEFT_OUT):
+            yield name
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_no_public_module_of_torch_is_left_out(root: str) -> None:
+    listed = {one.torch: one for one in LISTED}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch says of modules that are old
+        known = set().union(*(own_names(one) for name, one in listed.items() if name.startswith(f"{root}.")), set())
+        unlisted = {name: public_names(Listed(name, "")) for name in public_modules(root) if name not in listed}
+    missing = {name: sorted(names - known) for name, names in unlisted.items() if names - known}
+    assert not missing, (
+        f"public names in modules that LISTED does not name; list them, or say in LEFT_OUT why: {missing}"
+    )
+
+
+def own_names(listed: Listed) -> set[str]:
+    """The public names of a listed module; a class has none that a module could show."""
+    return public_names(listed) if isinstance(find(listed.torch), ModuleType) else set()
+
+
+def test_what_is_left_out_exists() -> None:
+    gone = [name for name in LEFT_OUT if importlib.util.find_spec(name) is None]
+    assert not gone, f"the installed torch has no {gone}"
 
 
 @pytest.mark.parametrize("listed", LISTED, ids=lambda listed: listed.torch)

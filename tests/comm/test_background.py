@@ -17,7 +17,7 @@ pytestmark = pytest.mark.fast
 
 EXEMPT = {
     "comm/_background.py": "makes them",
-    "launch/timer/_api.py": "its loop outlives every error, and users may ask for a thread that is no daemon",
+    "launch/timer/api.py": "its loop outlives every error, and users may ask for a thread that is no daemon",
     "comm/simulation/_simulate.py": "ranks of a simulation: it joins them and raises what they raised",
     "comm/transports/_release.py": "drops a reference, which cannot raise",
     "comm/stores/_torch_link.py": "connects anew while its caller waits, for a limited time, and sees what came of it",

@@ -253,8 +253,9 @@ def half_changed(worker: Worker) -> None:
     assert isinstance(mesh.to_torch(), TorchMesh)
     with pytest.raises(TypeError, match=r"pass mesh.to_torch\(\)"):
         TorchDTensor.from_local(whole, mesh)
-    with pytest.raises(TypeError, match=r"pass mesh.to_torch\(\)"):
-        fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+    sharded = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+    assert isinstance(sharded.weight, TorchDTensor)
+    assert sharded.weight.device_mesh.mesh.tolist() == mesh.mesh.tolist()
     with pytest.raises(AttributeError, match=r"pass mesh.to_torch\(\)"):
         mesh._flatten_rank_map  # noqa: B018  # what a library of torch's might ask
     dist.barrier()

@@ -11,6 +11,13 @@ IMPORTS = {
     "torch.distributed.tensor": "phalanx.tensor",
     "torch.distributed.device_mesh": "phalanx.comm",
     "torch.distributed._shard": "phalanx.shard",
+    "torch.distributed.fsdp": "phalanx.fsdp",
+    "torch.nn.parallel": "phalanx.ddp",
+    "torch.distributed.algorithms.join": "phalanx.ddp",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks": "phalanx.ddp.hooks.default",
+    "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook": "phalanx.ddp.hooks.post_local_sgd",
+    "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook": "phalanx.ddp.hooks.powersgd",
+    "torch.utils.data.distributed": "phalanx.data.torch_names",
 }
 
 

@@ -243,35 +243,42 @@ def coalesced() -> list[object]:
     return [x, y, twice, *gathered]
 
 
-def _shapes(value: object) -> object:
+def _values(value: object) -> object:
     if isinstance(value, torch.Tensor):
-        return list(value.shape)
-    return [_shapes(item) for item in value]
+        return value.tolist()
+    return [_values(item) for item in value]
 
 
 def what_works_hold() -> list[object]:
+    """The futures and results of all kinds of works: as many tensors, of these shapes, with these values."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    x = torch.full((2,), float(rank))
 
-    def parts() -> list[torch.Tensor]:
-        return [torch.empty(2) for _ in range(size)]
+    def own() -> torch.Tensor:
+        return torch.full((2,), float(rank))
+
+    def parts(first: float = 0.0) -> list[torch.Tensor]:
+        return [torch.full((2,), first + other) for other in range(size)]
 
     works = {
-        "all_reduce": dist.all_reduce(x, async_op=True),
-        "broadcast": dist.broadcast(x, 0, async_op=True),
-        "reduce": dist.reduce(x, 0, async_op=True),
-        "all_gather": dist.all_gather(parts(), x, async_op=True),
-        "all_gather_into_tensor": dist.all_gather_into_tensor(torch.empty(2 * size), x, async_op=True),
-        "all_to_all": dist.all_to_all(parts(), parts(), async_op=True),
-        "all_to_all_single": dist.all_to_all_single(torch.empty(2 * size), torch.ones(2 * size), async_op=True),
-        "gather": dist.gather(x, parts() if rank == 0 else None, 0, async_op=True),
-        "scatter": dist.scatter(x, parts() if rank == 0 else None, 0, async_op=True),
+        "all_reduce": dist.all_reduce(own(), async_op=True),
+        "broadcast": dist.broadcast(own(), 1, async_op=True),
+        "reduce": dist.reduce(own(), 0, async_op=True),
+        "all_gather": dist.all_gather(parts(), own(), async_op=True),
+        "all_gather_into_tensor": dist.all_gather_into_tensor(torch.empty(2 * size), own(), async_op=True),
+        "all_to_all": dist.all_to_all(parts(), parts(10.0 * rank), async_op=True),
+        "all_to_all_single": dist.all_to_all_single(
+            torch.empty(2 * size), torch.arange(2.0 * size) + 10 * rank, async_op=True
+        ),
+        "gather": dist.gather(own(), parts() if rank == 0 else None, 0, async_op=True),
+        "scatter": dist.scatter(own(), parts(10.0) if rank == 0 else None, 0, async_op=True),
         "barrier": dist.barrier(async_op=True),
     }
     found: list[object] = []
     for name, work in works.items():
         work.wait()
-        found.append([name, _shapes(work.get_future().wait()), _shapes(work.result())])
+        in_between = name == "reduce" and rank > 0  # what other ranks than the root hold is nobody's business
+        for held in (work.get_future().wait(), work.result()):
+            found.append([name, len(held), None if in_between else _values(held)])
     return found
 
 
@@ -359,13 +366,14 @@ def a_call_with_a_timeout() -> list[object]:
 def monitored_barrier() -> list[object]:
     from datetime import timedelta
 
-    world = dist.group.WORLD  # dist.monitored_barrier asks for a backend that is called gloo
-    world.monitored_barrier(timeout=timedelta(seconds=30))
+    dist.monitored_barrier()
+    dist.monitored_barrier(timeout=timedelta(seconds=30))
+    dist.group.WORLD.monitored_barrier(timeout=timedelta(seconds=30))
     if dist.get_rank() == 2:
         time.sleep(2.0)
         return ["late"]
     try:
-        world.monitored_barrier(timeout=timedelta(seconds=0.5), wait_all_ranks=True)
+        dist.monitored_barrier(timeout=timedelta(seconds=0.5), wait_all_ranks=True)
     except RuntimeError as error:
         return ["error", dist.get_rank() > 0 or "anks 2" in str(error) or "anks [2]" in str(error)]
     return ["passed"]

@@ -153,7 +153,7 @@ def fully_sharded(kit: Kit) -> list[object]:
     from torch.distributed.fsdp import fully_shard
 
     found = []
-    for mesh in (kit.to_torch(kit.mesh("dp")), kit.to_torch(kit.mesh("replicate", "shard"))):
+    for mesh in (kit.mesh("dp"), kit.mesh("replicate", "shard"), kit.to_torch(kit.mesh("dp"))):
         model = _two_layers()
         for layer in (model[0], model[2], model):
             fully_shard(layer, mesh=mesh)
@@ -171,7 +171,7 @@ def tensor_parallel_and_fully_sharded(kit: Kit) -> list[object]:
     mesh = kit.mesh("dp", "tp")
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(model, kit.to_torch(mesh["tp"]), plan)
-    fully_shard(model, mesh=kit.to_torch(mesh["dp"]))
+    fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     generator = torch.Generator().manual_seed(dist.get_rank() // 2)  # ranks of one tp group see the same data
     for _ in range(3):

@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from interop import user_programs
+from interop import training_programs, user_programs
 from interop.imports import load
 from processes import Worker, run_processes
 
 NUM_RANKS = 4
-NAMES = [program.__name__ for program in user_programs.PROGRAMS]
+MODULES = (user_programs, training_programs)
+HOMES = {program.__name__: module for module in MODULES for program in module.PROGRAMS}
+assert len(HOMES) == sum(len(module.PROGRAMS) for module in MODULES), "results are told apart by the program's name"
 Results = dict[str, dict[str, object]]
 
 
@@ -26,11 +28,11 @@ def run_both(worker: Worker) -> Results:
     dist.init_process_group(
         "gloo", store=store, rank=worker.rank, world_size=worker.size, timeout=timedelta(seconds=60)
     )
-    path = Path(user_programs.__file__)
-    results: Results = {name: {} for name in NAMES}
+    results: Results = {name: {} for name in HOMES}
     for whose in ("torch", "ours"):
-        module = load(path, ours=whose == "ours")
-        for name in NAMES:
+        loaded = {module: load(Path(module.__file__), ours=whose == "ours") for module in MODULES}
+        for name, home in HOMES.items():
+            module = loaded[home]
             torch.manual_seed(worker.rank)
             try:
                 with warnings.catch_warnings():
@@ -47,7 +49,7 @@ def results() -> list[Results]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("program", NAMES)
+@pytest.mark.parametrize("program", HOMES)
 def test_changing_the_imports_is_the_whole_migration(results: list[Results], program: str) -> None:
     for rank, of_rank in enumerate(results):
         expected, found = of_rank[program]["torch"], of_rank[program]["ours"]

@@ -29,6 +29,9 @@ registry = importlib.import_module(f"{ROOT}.rendezvous.registry")
 timer = importlib.import_module(f"{ROOT}.timer")
 events = importlib.import_module(f"{ROOT}.events")
 metrics = importlib.import_module(f"{ROOT}.metrics")
+launcher = importlib.import_module(
+    "phalanx.launch.api" if ROOT == "phalanx.launch" else "torch.distributed.launcher.api"
+)
 
 
 class OneNode(rendezvous.RendezvousHandler):  # type: ignore[misc, name-defined]
@@ -330,7 +333,42 @@ def told(folder: Path) -> Any:
     return [*found, collect.seen, metrics.get_elapsed_time_ms(time.time()) < 1000]
 
 
-PROGRAMS = (custom_agent, processes_with_logs, recorded_errors, timers, told)
+def joined(word: str) -> str:
+    """What a worker of ``launched`` computes, with the ranks that the launcher gave it."""
+    if word == "fails" and os.environ["RANK"] == "1":
+        raise ValueError("on purpose")
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    words = [""] * dist.get_world_size()
+    dist.all_gather_object(words, f"{word} {rank} of {os.environ['LOCAL_WORLD_SIZE']}")
+    dist.destroy_process_group()
+    return " ".join(words)
+
+
+def launched(folder: Path) -> Any:
+    found: list[Any] = []
+    for word in ("works", "fails"):
+        config = launcher.LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=2,
+            run_id=f"run-{word}",
+            role="sums",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="spawn",
+        )
+        try:
+            found.append(launcher.elastic_launch(config, joined)(word))
+        except errors.ChildFailedError as error:
+            rank, first = error.get_first_failure()
+            found.append([rank, first.exitcode, sorted(error.failures)])
+    return found
+
+
+PROGRAMS = (custom_agent, processes_with_logs, recorded_errors, timers, told, launched)
 
 if __name__ == "__main__":
     results = {}

@@ -27,7 +27,9 @@ def results() -> tuple[dict[str, Any], dict[str, Any]]:
     return run("torch.distributed.elastic"), run("phalanx.launch")
 
 
-@pytest.mark.parametrize("name", ["custom_agent", "processes_with_logs", "recorded_errors", "timers", "told"])
+@pytest.mark.parametrize(
+    "name", ["custom_agent", "processes_with_logs", "recorded_errors", "timers", "told", "launched"]
+)
 def test_a_program_gives_what_it_gives_with_torchs_modules(results: tuple[dict[str, Any], ...], name: str) -> None:
     theirs, ours = results
     assert ours[name] == theirs[name]

@@ -29,6 +29,7 @@ from phalanx.launch import (
     WorkerSpec,
     WorkerState,
     elastic_launch,
+    metrics,
 )
 from phalanx.launch.rendezvous import get_rendezvous_handler
 from phalanx.launch.workers._start import method_that_works, why_only_here
@@ -145,6 +146,16 @@ def test_a_missing_command_fails_at_once(tmp_path):
         elastic_launch(config(tmp_path, max_restarts=5), "/no/such/command")()
 
 
+class Telling(metrics.MetricHandler):
+    """Keeps the last value of each name."""
+
+    def __init__(self, told: dict[str, float]) -> None:
+        self.told = told
+
+    def emit(self, metric_data: metrics.MetricData) -> None:
+        self.told[metric_data.name] = metric_data.value
+
+
 def test_agent_tells_about_its_workers(tmp_path):
     """The agent as users of the elastic API build it, looked at from another thread while it runs."""
     seen: list[WorkerGroup] = []
@@ -167,12 +178,17 @@ def test_agent_tells_about_its_workers(tmp_path):
 
     watcher = threading.Thread(target=look)
     watcher.start()
+    told: dict[str, float] = {}
+    metrics.configure(Telling(told), "torchelastic")
     try:
         result = agent.run()
     finally:
+        metrics.configure(metrics.NullMetricHandler(), "torchelastic")
         (tmp_path / "go").touch()
         watcher.join()
         handler.shutdown()
+    in_torchs_words = {"run_total": 1, "run_success_no_retries": 1, "run_success_with_retries": 0, "flakiness": 0}
+    assert told.items() >= {f"workers.r.{name}": value for name, value in in_torchs_words.items()}.items()
     assert result == RunResult(WorkerState.SUCCEEDED, {0: 0, 1: 1})
     assert not result.is_failed()
     assert [worker.global_rank for worker in seen[0].workers] == [0, 1]

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from coverage import op_db
 from meshes import on_mesh, whole
-from traffic import Case, Sent, compare, kind_of
-from traffic_reasons import REASONS, reason_for
+from traffic import FAILURES, Case, Sent, compare, kind_of
+from traffic_reasons import REASONS, REFUSED, reason_for
 
 from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from phalanx.tensor.debug import CommDebugMode
@@ -50,7 +50,7 @@ def test_a_sample_of_operators_sends_nothing_unexplained() -> None:
     found = list(compare([op for op in op_db if op.name in SAMPLED], 1, 5))
     assert {case.op.name for case, *_ in found} == SAMPLED
     assert sum(kind == "equal" for _, kind, _ in found) > 60
-    told = [f"{case}: {kind} {words}" for case, kind, words in found if kind in ("unexplained", "we_refuse", "failed")]
+    told = [f"{case}: {kind} {words}" for case, kind, words in found if kind in FAILURES]
     assert not told, "\n".join(told)
 
 
@@ -64,13 +64,43 @@ def test_the_comparison_can_fail() -> None:
     assert kind_of(case, [nothing, nothing], some)[0] == "unexplained"
     assert kind_of(case, [nothing, nothing], nothing)[0] == "equal"
     assert kind_of(case, [some, some], nothing)[0] == "torch_sends_alone"
+    refused = Sent(refused="RuntimeError: no")
+    assert kind_of(case, [nothing, nothing], refused)[0] == "we_refuse"
+    assert kind_of(case, [refused, refused], refused)[0] == "torch_refuses"
+    assert {"unexplained", "we_refuse"} < {*FAILURES}
+
+
+def test_a_refusal_has_a_reason() -> None:
+    """With torch's samples of ``masked.std``, whose second one makes a plain tensor inside."""
+    found = list(compare([op for op in op_db if op.name == "masked.std"], 2, 4))
+    kinds = {kind for _, kind, _ in found}
+    assert "refused_with_reason" in kinds
+    assert not kinds & {*FAILURES}, found
 
 
 def test_reasons_name_operators_that_exist() -> None:
     known = {op.name + (f".{op.variant_test_name}" if op.variant_test_name else "") for op in op_db}
-    assert {name for reason in REASONS for name in reason.operators.split()} <= known
+    named = [reason.operators for reason in REASONS] + [*REFUSED]
+    assert {name for operators in named for name in operators.split()} <= known
     assert reason_for("half", "half sample 0 P(sum) of [()]")
     assert not reason_for("half", "half sample 0 S(0) of [(4,)]")
+
+
+@pytest.mark.fast
+def test_an_average_takes_what_all_ranks_have() -> None:
+    parts, other = torch.arange(24.0).reshape(2, 4, 3), torch.ones(4, 3)
+
+    def body(mesh: Any) -> None:
+        x = DTensor.from_local(parts[mesh.get_local_rank()], mesh, [Partial("avg")])
+        y = distribute_tensor(other, mesh, src_data_rank=None)
+        for func in (lambda a, b: a + b, lambda a, b: b - a, lambda a, b: torch.add(a, b, alpha=2)):
+            with CommDebugMode() as seen:
+                result = func(x, y)
+            assert seen.get_total_counts() == 0
+            assert result.placements == (Partial("avg"),)
+            torch.testing.assert_close(whole(result), func(parts.mean(0), other))
+
+    on_mesh(body, 2)
 
 
 @pytest.mark.fast

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
-from traffic_reasons import reason_for, unused
+from traffic_reasons import reason_for, refusal_for, unused
 
 from phalanx import comm
 from phalanx.comm import Group, init_device_mesh
@@ -285,9 +285,11 @@ KINDS = (
     "explained",  # we send more, and ``traffic_reasons.py`` says why
     "unexplained",  # we send more
     "torch_refuses",  # no cell: nothing to compare with
-    "we_refuse",
+    "refused_with_reason",  # torch's takes it, and ``traffic_reasons.py`` says why ours does not
+    "we_refuse",  # nobody says why
     "failed",  # ours did not end, or not on every rank
 )
+FAILURES = ("unexplained", "we_refuse", "failed")
 
 
 def kind_of(case: Case, theirs: Sequence[Sent], ours: Sent) -> tuple[str, str]:
@@ -297,7 +299,8 @@ def kind_of(case: Case, theirs: Sequence[Sent], ours: Sent) -> tuple[str, str]:
     if ours.failed:
         return "failed", ours.failed
     if ours.refused:
-        return "we_refuse", ours.refused
+        why = refusal_for(case.name)
+        return ("refused_with_reason", why) if why else ("we_refuse", ours.refused)
     they, we = sum(theirs[0].counts.values()), sum(ours.counts.values())
     both = f"torch {theirs[0]}, ours {ours}"
     if not we:
@@ -328,13 +331,13 @@ def compare(ops: Sequence[OpInfo], samples: int, layouts: int) -> Iterator[tuple
 
 
 def report_traffic(ops: Sequence[OpInfo], samples: int, layouts: int, out: str) -> int:
-    """Compare, print what is unexplained and the counts, write all of it to ``out``; 1 if something is unexplained."""
+    """Compare, print what is unexplained and the counts, write all of it to ``out``; 1 if something has no reason."""
     rows: dict[str, list[tuple[str, str, str]]] = {}
     total: Counter[str] = Counter()
     for case, kind, words in compare(ops, samples, layouts):
         total[kind] += 1
         rows.setdefault(case.name, []).append((kind, str(case), words))
-        if kind in ("unexplained", "failed"):
+        if kind in FAILURES:
             print(f"{case}: {kind}: {words}", flush=True)
     cells = sum(total.values()) - total["torch_refuses"]
     alone = sum(any(kind == "unexplained" for kind, *_ in row) for row in rows.values())
@@ -347,4 +350,4 @@ def report_traffic(ops: Sequence[OpInfo], samples: int, layouts: int, out: str) 
     if out:
         with open(out, "w") as file:
             json.dump({"total": total, "operators": rows}, file, indent=1)
-    return 1 if total["unexplained"] or total["failed"] else 0
+    return int(any(total[kind] for kind in FAILURES))

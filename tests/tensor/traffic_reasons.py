@@ -182,6 +182,21 @@ REASONS = (
 )
 
 
+# What we refuse and torch's DTensor takes.
+REFUSED = {
+    "masked.std masked.var": (
+        "torch's function makes a plain tensor of shape (1, 1, 1) inside and divides a DTensor by it. Torch's DTensor "
+        "takes every plain tensor of one element for a replica; here only those without dims are: a batch of one "
+        "sample has one element too, another on each rank. They run within implicit_replication()"
+    ),
+}
+
+
+def refusal_for(name: str) -> str:
+    """Say why ``name`` is refused; empty if nobody said."""
+    return next((why for operators, why in REFUSED.items() if name in operators.split()), "")
+
+
 def reason_for(name: str, case: str) -> str:
     """Say why ``name`` sends in ``case`` (the text of a ``Case``); empty if nobody said."""
     return next((r.why for r in REASONS if name in r.operators.split() and re.search(r.layouts, case)), "")

@@ -266,8 +266,7 @@ class Group(Collectives):
     ) -> None:
         """Wait like ``barrier``, but ``PeerTimeout`` names every rank that did not come within ``timeout`` seconds.
 
-        All of them are named whatever ``wait_all_ranks`` says. ``torch.distributed.monitored_barrier`` refuses every
-        backend that is not called gloo: call this method (``dist.group.WORLD.monitored_barrier()``).
+        All of them are named whatever ``wait_all_ranks`` says; ``torch.distributed.monitored_barrier`` comes here too.
         """
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self._after_queued()
@@ -329,3 +328,6 @@ def _seconds(timeout: float | timedelta) -> float:
     if seconds <= 0:
         raise ValueError(f"timeout is {seconds} s; expected a positive number of seconds")
     return seconds
+
+
+_torch_world.teach_torch(Group)

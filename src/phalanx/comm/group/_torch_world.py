@@ -3,7 +3,8 @@
 Owns what is written to them and taken out again. A group of real ranks is registered when it is made, if torch has a
 default group with the same numbering (then ``torch.distributed.get_rank(group)`` and the like give the right answer);
 without one, torch has nothing to number by, and says so when asked. A name, by which torch's functional collectives
-and meshes find a group, is registered when it is first asked for, for simulated ranks too.
+and meshes find a group, is registered when it is first asked for, for simulated ranks too. Also lets
+``torch.distributed.monitored_barrier``, which asks for a backend called gloo, take our groups.
 
 Invariants: what has ended is in no table of torch's (a group that torch destroys is taken out by torch); the end of
 one default group takes no living group of ours with it.
@@ -11,12 +12,13 @@ one default group takes no living group of ours with it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import Store as C10dStore
@@ -119,3 +121,21 @@ def make_default(group: Group) -> Callable[[], None]:
         _release.drop(holder)
 
     return undo
+
+
+def teach_torch(kind: type[Group]) -> None:
+    """Let ``torch.distributed.monitored_barrier`` take groups of ``kind``. Does it once."""
+    plain = dist.monitored_barrier
+    if hasattr(plain, "_phalanx"):
+        return
+
+    @functools.wraps(plain)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        found = dist.group.WORLD if group is None else group
+        if isinstance(found, kind):
+            return found.monitored_barrier(timeout, wait_all_ranks)
+        return plain(group, timeout, wait_all_ranks)
+
+    monitored_barrier._phalanx = True  # type: ignore[attr-defined]  # a mark that this was done
+    for module in (dist, dist.distributed_c10d):
+        module.monitored_barrier = monitored_barrier  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """Converts device meshes to torch's own and back, for libraries that know the other kind only.
 
 Owns the one place that touches ``torch.distributed.device_mesh``, when used. Both kinds share the groups: what is sent
-on one mesh is sent on the groups of the other. Also lets torch's functional collectives take a mesh of ours, and its
-DTensor (on which its FSDP stands) say what to pass in place of one, where it would go wrong later.
+on one mesh is sent on the groups of the other. Also lets torch's functional collectives and its ``fully_shard`` take a
+mesh of ours, and its DTensor say what to pass in place of one, where it would go wrong later.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _FUNCTIONAL = "torch.distributed._functional_collectives"
 _SPEC = "torch.distributed.tensor._dtensor_spec"
+_FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fully_shard"
 
 
 def to_torch(mesh: DeviceMesh) -> Any:
@@ -45,8 +46,9 @@ def is_torch_mesh(value: object) -> bool:
 
 
 def teach_torch(kind: type[DeviceMesh]) -> None:
-    """Let torch's functional collectives take ``kind``, and its DTensor refuse it: now, or when they are imported."""
-    for name, wrap in ((_FUNCTIONAL, _wrap_resolver), (_SPEC, _wrap_spec)):
+    """Let torch's functional collectives and ``fully_shard`` take ``kind``, and its DTensor refuse it: now, or when they
+    are imported."""
+    for name, wrap in ((_FUNCTIONAL, _wrap_resolver), (_SPEC, _wrap_spec), (_FULLY_SHARD, _wrap_fully_shard)):
         module, action = sys.modules.get(name), functools.partial(wrap, kind)
         if module is None:
             after_import(name, action)
@@ -87,3 +89,21 @@ def _wrap_spec(kind: type[DeviceMesh], module: Any) -> None:
 
     post_init._phalanx = True  # type: ignore[attr-defined]  # a mark that this was done
     module.DTensorSpec.__post_init__ = post_init
+
+
+def _wrap_fully_shard(kind: type[DeviceMesh], module: Any) -> None:
+    """Exchange what is called inside of torch's decorator: its user may have bound the name before we came."""
+    decorated = module.fully_shard
+    plain = decorated.__wrapped__
+    if hasattr(plain, "_phalanx"):
+        return
+
+    @functools.wraps(plain)
+    def fully_shard(*args: Any, mesh: Any = None, **options: Any) -> Any:
+        return plain(*args, mesh=mesh.to_torch() if isinstance(mesh, kind) else mesh, **options)
+
+    fully_shard._phalanx = True  # type: ignore[attr-defined]  # a mark that this was done
+    for cell in decorated.__closure__:
+        if cell.cell_contents is plain:
+            cell.cell_contents = fully_shard
+    decorated.__wrapped__ = fully_shard

@@ -28,8 +28,8 @@ from phalanx.launch.system._folders import OwnedFolder, RunningJob, open_agent_f
 from phalanx.launch.system._signals import choose_signals, handled
 from phalanx.launch.telemetry._health import HealthCheckServer, health_server_from
 from phalanx.launch.telemetry._logs import DefaultLogsSpecs
-from phalanx.launch.timer._pipe_timers import FileTimerRequest, FileTimerServer
 from phalanx.launch.timer._served import ENV_TIMER_FILE, timer_server_from
+from phalanx.launch.timer.file_based_local_timer import FileTimerRequest, FileTimerServer
 from phalanx.launch.workers._pool import WorkerPool
 from phalanx.launch.workers._processes import Zygote
 from phalanx.launch.workers._start import WorkerStart

@@ -11,7 +11,7 @@ The agent of a ``phalanx run`` serves them when ``TORCHELASTIC_ENABLE_FILE_TIMER
 
 from __future__ import annotations
 
-from phalanx.launch.timer._api import (
+from phalanx.launch.timer.api import (
     RequestQueue,
     TimerClient,
     TimerRequest,
@@ -19,8 +19,8 @@ from phalanx.launch.timer._api import (
     configure,
     expires,
 )
-from phalanx.launch.timer._pipe_timers import FileTimerClient, FileTimerRequest, FileTimerServer
-from phalanx.launch.timer._queue_timers import LocalTimerClient, LocalTimerServer, MultiprocessingRequestQueue
+from phalanx.launch.timer.file_based_local_timer import FileTimerClient, FileTimerRequest, FileTimerServer
+from phalanx.launch.timer.local_timer import LocalTimerClient, LocalTimerServer, MultiprocessingRequestQueue
 
 __all__ = [
     "FileTimerClient",

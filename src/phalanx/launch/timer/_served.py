@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
-from phalanx.launch.timer._pipe_timers import FileTimerRequest, FileTimerServer
+from phalanx.launch.timer.file_based_local_timer import FileTimerRequest, FileTimerServer
 
 ENV_ENABLE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
 ENV_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"

@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.launch.timer._api import RequestQueue, TimerClient, TimerRequest
-from phalanx.launch.timer._queue_timers import ProcessTimerServer, kill
+from phalanx.launch.timer.api import RequestQueue, TimerClient, TimerRequest
+from phalanx.launch.timer.local_timer import ProcessTimerServer, kill
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import time
 from queue import Empty
 from typing import Any
 
-from phalanx.launch.timer._api import RequestQueue, TimerClient, TimerRequest, TimerServer
+from phalanx.launch.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer
 
 log = logging.getLogger(__name__)
 
