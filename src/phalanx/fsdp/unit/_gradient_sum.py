@@ -23,7 +23,7 @@ from phalanx.fsdp.layout._packing import Strided, copies, longest_part
 from phalanx.fsdp.layout._unit_layout import Range, UnitLayout, aligned
 from phalanx.fsdp.unit._unit_gather import runs
 from phalanx.fsdp.unit._unit_memory import BufferPool
-from phalanx.fsdp.unit._unit_order import TAG_BITS, check_reduced, write_bits
+from phalanx.fsdp.unit._unit_order import DEEDS, TAG_BITS, agree, check_reduced, write_bits
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,7 @@ class GradientSum:
         """Send what has arrived; parameters without a gradient count as zeros."""
         assert self._pending is None, "a reduction is under way"
         plan, group = self.plan, to.shard
+        agree(group, "reduces", self._number, group.size * plan.part * self._dtype.itemsize)
         if self._packed is None:
             self._packed = self._pool.acquire(group, group.size * plan.part, self._dtype, self._device)
         packed = self._packed[: group.size * plan.part]
@@ -167,9 +168,10 @@ class GradientSum:
             if not to.all_reduce:
                 self._partial = received
                 return None
+            agree(to.replicate, DEEDS[2], self._number, received.nbytes, to.shard)
             to.replicate.all_reduce(received)
             num_ranks = num_ranks * to.replicate.size
-            check_reduced(to.replicate, self._number, received[:TAG_BITS].tolist(), num_ranks)
+            check_reduced(to.replicate, self._number, received[:TAG_BITS].tolist(), num_ranks, to.shard)
         return self._pieces(received, to)
 
     def _pieces(self, received: Tensor, to: Destination) -> list[Tensor | None]:
