@@ -105,8 +105,9 @@ def test_two_ranks_train_as_with_torch():
 
 
 def test_four_ranks_train_as_with_torch():
-    cases: Cases = [("mlp", "default", (4,)), ("transformer", "accumulate", (2, 2))]
-    run_processes(4, _compare, cases, ["gloo", "auto"], 3, timeout=560.0)
+    cases: Cases = [("mlp", "clip", (4,)), ("convnet", "bfloat16", (4,))]
+    cases += [("transformer", "accumulate", (2, 2)), ("tied", "reduce float32", (2, 2))]
+    run_processes(4, _compare, cases, ["gloo", "auto"], 10, timeout=560.0)
 
 
 def _divide(worker: Any) -> tuple[float, float]:
