@@ -152,6 +152,7 @@ def memory(rank: int, url: str, size: int, name: str, variants: list[str], round
     with most_of(proportional_kib) as fair:  # in steps of their own: looking takes time
         for _ in range(rounds):
             contender.step()
+    dist.barrier()  # who leaves no longer shares its pages, which the others would count as theirs; nobody looks now
     pipe.send(((resident - before[0]) / 1024, (fair[0] - before[1]) / 1024))
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx._devices import device_of_engine, is_host
 from phalanx.comm.failure._mismatch import CallChecker
 from phalanx.comm.group import _json_values, _observe
 from phalanx.comm.group._checks import (
@@ -317,6 +318,25 @@ class Collectives(TorchCalls):
     def all_gather_values(self, value: Any) -> list[Any]:
         """Return every rank's value (JSON), in the order of the ranks."""
         return _json_values.all_gather_values(self._group, value)
+
+    def tell(self, words: Sequence[int]) -> list[list[int]] | None:
+        """Return every rank's ``words``, a few integers, for ranks to see that they are about to do the same.
+
+        None, and nothing is sent, where the transport finds that out by itself, or carries no tensors of the host.
+        Observers do not see it: it belongs to the collective that comes next.
+        """
+        transport = self._transport
+        if self.size == 1 or transport.compares_calls or not is_host(device_of_engine(transport.name)):
+            return None
+        if self._ended is not None:
+            raise self._ended
+        if self._calls is not None:
+            self._after_queued()
+        own = torch.tensor(words)
+        told = torch.empty(self.size * len(words), dtype=torch.int64)
+        transport.all_gather_into_tensor(told, own, async_op=False)
+        rows: list[list[int]] = told.view(self.size, -1).tolist()
+        return rows
 
     def shared_empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return an uninitialised tensor in memory that collectives of this group can use without copying it first."""

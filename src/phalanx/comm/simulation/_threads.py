@@ -72,6 +72,7 @@ class ThreadTransport(Transport):
     """One rank's end of a ``Board``."""
 
     name = "threads"
+    compares_calls = True
 
     def __init__(self, board: Board, rank: int) -> None:
         self.rank = rank

@@ -99,6 +99,8 @@ class Transport(ABC):
     name: str
     rank: int
     size: int
+    compares_calls = False
+    """Whether ranks that call different collectives, or with other sizes, all hear of it, whatever they called."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work: ...

@@ -38,6 +38,8 @@ class StepContext:
         runs in no module's hooks, computes with whole parameters, so no unit is released meanwhile."""
         self._makes_graph = False
         self._reducing: deque[Unit] = deque()
+        self._among_replicas: Unit | None = None
+        """The unit whose parts of gradients the replicas add up."""
         self._backward = -1
         """The backward pass at whose end ``_end_of_backward`` will run."""
 
@@ -66,14 +68,32 @@ class StepContext:
     def reducing(self, unit: Unit) -> None:
         self._reducing.append(unit)
 
-    def finish_reductions(self, keep: int = 0) -> None:
-        """Wait for the oldest reductions until ``keep`` are left."""
+    def finish_reductions(self) -> None:
+        """Wait for all that is under way."""
+        self._end_sums(keep=0)
+        self._end_among_replicas()
+
+    def _end_sums(self, keep: int) -> None:
+        """Wait for the oldest sums over shard groups until ``keep`` are left; replicas go on with the last of them."""
         while len(self._reducing) > keep:
-            self._reducing.popleft().finish_reduce()
+            unit = self._reducing.popleft()
+            self._end_among_replicas()
+            if unit.sum_replicas():
+                self._among_replicas = unit
+            else:
+                unit.finish_reduce()
+
+    def _end_among_replicas(self) -> None:
+        unit, self._among_replicas = self._among_replicas, None
+        if unit is not None:
+            unit.finish_reduce()
 
     def make_room(self, unit: Unit) -> None:
         """Finish reductions until that of ``unit`` may start."""
-        self.finish_reductions(0 if unit in self._reducing else self.max_reductions - 1)
+        if unit in self._reducing or unit is self._among_replicas:
+            self.finish_reductions()
+        else:
+            self._end_sums(keep=self.max_reductions - 1)
 
     def _end_of_backward(self) -> None:
         self._backward = -1
@@ -97,9 +117,11 @@ class StepContext:
 
     def reset(self, *, drop_gradients: bool) -> None:
         """Go back to between two steps: all units sharded, nothing under way."""
-        for unit in self._reducing:
-            unit.drop_gradients()
+        for unit in (*self._reducing, self._among_replicas):
+            if unit is not None:
+                unit.drop_gradients()
         self._reducing.clear()
+        self._among_replicas = None
         self._backward = -1
         self.holds_wholes = False
         self.forward_root = None

@@ -5,7 +5,8 @@ copied, as soon as autograd has it, to its places in the packed parts of one red
 reduction; nothing else keeps it. Parts begin with a header: the bits of the unit's number, then for each parameter
 whether any rank had a gradient for it, so that one that nobody used keeps ``grad`` None.
 
-Phases: ``add`` (any number of times, over any number of backward passes), ``start``, ``finish``; ``drop`` forgets it.
+Phases: ``add`` (any number of times, over any number of backward passes), ``start``, ``sum_replicas`` (where there is
+something else to do meanwhile), ``finish``; ``drop`` forgets it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from phalanx.fsdp.layout._packing import Strided, copies, longest_part
 from phalanx.fsdp.layout._unit_layout import Range, UnitLayout, aligned
 from phalanx.fsdp.unit._unit_gather import runs
 from phalanx.fsdp.unit._unit_memory import BufferPool
-from phalanx.fsdp.unit._unit_order import TAG_BITS, check_reduced, write_bits
+from phalanx.fsdp.unit._unit_order import DEEDS, TAG_BITS, agree, check_reduced, write_bits
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ class GradientSum:
         self._arrived: set[int] = set()
         self._partial: Tensor | None = None
         self._pending: tuple[Any, Tensor, Tensor, Destination] | None = None
+        self._summed: tuple[Any, Tensor, Destination] | None = None
+        """This rank's part of the sum, maybe on its way among the replicas."""
 
     @property
     def is_empty(self) -> bool:
@@ -119,8 +122,9 @@ class GradientSum:
 
     def start(self, to: Destination, *, async_op: bool) -> None:
         """Send what has arrived; parameters without a gradient count as zeros."""
-        assert self._pending is None, "a reduction is under way"
+        assert not self.is_under_way, "a reduction is under way"
         plan, group = self.plan, to.shard
+        agree(group, "reduces", self._number, group.size * plan.part * self._dtype.itemsize)
         if self._packed is None:
             self._packed = self._pool.acquire(group, group.size * plan.part, self._dtype, self._device)
         packed = self._packed[: group.size * plan.part]
@@ -149,27 +153,38 @@ class GradientSum:
 
     @property
     def is_under_way(self) -> bool:
-        return self._pending is not None
+        return self._pending is not None or self._summed is not None
 
-    def finish(self) -> list[Tensor | None] | None:
-        """Return each parameter's piece of the gradient (None: nobody used it); None if replicas are to come later."""
+    def sum_replicas(self) -> bool:
+        """Wait for the sum over the shard group and begin that over the replicas; whether there is one."""
         assert self._pending is not None, "no reduction is under way"
         (work, received, sent, to), self._pending = self._pending, None
         if work is not None:
             work.wait()
         self._pool.release(sent)
-        num_ranks = int(to.shard.size)
-        check_reduced(to.shard, self._number, received[:TAG_BITS].tolist(), num_ranks)
+        check_reduced(to.shard, self._number, received[:TAG_BITS].tolist(), int(to.shard.size))
         if self._partial is not None:
             received[TAG_BITS:] += self._partial[TAG_BITS:]
             self._partial = None
+        among = to.replicate if to.all_reduce else None
+        if among is not None:
+            agree(among, DEEDS[2], self._number, received.nbytes, to.shard)
+        self._summed = (None if among is None else among.all_reduce(received, async_op=True), received, to)
+        return among is not None
+
+    def finish(self) -> list[Tensor | None] | None:
+        """Return each parameter's piece of the gradient (None: nobody used it); None if replicas are to come later."""
+        if self._summed is None:
+            self.sum_replicas()
+        assert self._summed is not None, "just made"
+        (work, received, to), self._summed = self._summed, None
         if to.replicate is not None:
-            if not to.all_reduce:
+            if work is None:
                 self._partial = received
                 return None
-            to.replicate.all_reduce(received)
-            num_ranks = num_ranks * to.replicate.size
-            check_reduced(to.replicate, self._number, received[:TAG_BITS].tolist(), num_ranks)
+            work.wait()
+            num_ranks = int(to.shard.size) * to.replicate.size
+            check_reduced(to.replicate, self._number, received[:TAG_BITS].tolist(), num_ranks, to.shard)
         return self._pieces(received, to)
 
     def _pieces(self, received: Tensor, to: Destination) -> list[Tensor | None]:
@@ -185,5 +200,5 @@ class GradientSum:
 
     def drop(self) -> None:
         """Forget everything that has arrived. What is under way may still be written to: its buffer is not reused."""
-        self._packed = self._partial = self._pending = None
+        self._packed = self._partial = self._pending = self._summed = None
         self._arrived.clear()

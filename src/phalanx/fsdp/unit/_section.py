@@ -233,6 +233,12 @@ class Section:
     def start_reduce(self, to: Destination, *, async_op: bool) -> None:
         self.reduction().start(to, async_op=async_op)
 
+    def sum_replicas(self) -> bool:
+        """Begin what replicas have to add up, if there is such a thing."""
+        assert self._reduction is not None, "it was started"
+        reduction = self._reduction[1]
+        return isinstance(reduction, GradientSum) and reduction.sum_replicas()
+
     def finish_reduce(self) -> list[ManagedParameter]:
         """Give shards their gradients; the parameters that got one."""
         assert self._reduction is not None, "it was started"

@@ -302,6 +302,12 @@ class Unit:
                 if section.trainable():
                     section.start_reduce(to, async_op=async_op)
 
+    def sum_replicas(self) -> bool:
+        """Wait for the sums of the shard group and begin those of the replicas; whether there are any."""
+        with self._named("reducing"), torch.no_grad():
+            began = [section.sum_replicas() for section in self.sections if section.trainable()]
+        return any(began)
+
     def finish_reduce(self) -> None:
         """Wait, and give shards their gradients; then run the hooks that users registered on them."""
         with self._named("reducing"), torch.no_grad():

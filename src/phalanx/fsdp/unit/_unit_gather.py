@@ -21,7 +21,7 @@ from phalanx.fsdp._policies import AllGather
 from phalanx.fsdp.layout._packing import Strided, copies, longest_part
 from phalanx.fsdp.layout._unit_layout import UnitLayout, aligned
 from phalanx.fsdp.unit._unit_memory import HEADER, BufferPool, GatheredMemory, ShardStorage
-from phalanx.fsdp.unit._unit_order import check_gathered, write_number
+from phalanx.fsdp.unit._unit_order import agree, check_gathered, write_number
 
 
 def part_length(layout: UnitLayout) -> int:
@@ -84,6 +84,7 @@ class CopyGather(Gather):
     def start(self, storage: ShardStorage, number: int, *, async_op: bool) -> None:
         assert self._pending is None, "a gather is under way"
         group = self._group
+        agree(group, "gathers", number, group.size * self._part * self._dtype.itemsize)
         sent, borrowed = self._sent(storage)
         write_number(sent[:HEADER], number)
         count = group.size * self._part

@@ -133,15 +133,19 @@ def context_parallel(
 def fully_shard(
     units: Mapping[str, int],
     *,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | int = True,
+    shard_ranks: int | None = None,
     gradient_ratio: float = 1.0,
     padding: int = 0,
 ) -> CommContract:
     """Return the contract of fully sharded units: module -> bytes of its own parameters, as they are gathered.
 
-    Each unit is gathered for forward, and once more for backward if it is given up in between; its gradient is
-    reduce-scattered once. ``gradient_ratio``: bytes of a reduced gradient for each of a gathered parameter (2 for
-    bfloat16 parameters whose gradients are reduced in float32). ``padding``: bytes that a unit may be filled up by.
+    Each unit is gathered for forward, and once more for backward if it is given up in between (by a number: among so
+    many ranks, the same bytes); its gradient is reduce-scattered once. ``shard_ranks``: on a (replicate, shard) mesh
+    how many ranks a shard axis has, each of which all-reduces its part of the gradient with the replicas. With tensor
+    parallel inside, bytes are those of a rank's shards, and contracts are added. ``gradient_ratio``: bytes of a reduced
+    gradient for each of a gathered parameter (2 for bfloat16 parameters whose gradients are reduced in float32).
+    ``padding``: bytes that a unit may be filled up by.
     """
     lines = []
     for module, nbytes in units.items():
@@ -150,4 +154,7 @@ def fully_shard(
         if reshard_after_forward:
             lines.append(Allowance(module=module, phase="backward", collective="all_gather", count=1, nbytes=gathered))
         lines.append(Allowance(module=module, phase="backward", collective="reduce_scatter", count=1, nbytes=reduced))
+        if shard_ranks is not None:
+            part = range(-(-reduced.start // shard_ranks), (reduced.stop - 1) // shard_ranks + 1)
+            lines.append(Allowance(module=module, phase="backward", collective="all_reduce", count=1, nbytes=part))
     return CommContract(*lines)

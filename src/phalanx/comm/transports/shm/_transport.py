@@ -58,6 +58,7 @@ class ShmTransport(Transport):
     """Ranks of one host. Make it with ``create``; all ranks together."""
 
     name = "shm"
+    compares_calls = True
 
     def __init__(self, segment: Segment, peers: Peers, *, timeout: float, threaded: bool) -> None:
         self.rank, self.size = segment.rank, segment.layout.size
