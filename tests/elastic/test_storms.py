@@ -52,7 +52,7 @@ def do_strike(cluster: Cluster, kind: str, workers: list[str], chance: random.Ra
     return Strike(kind, tuple(gone))
 
 
-# -- where a job can be hurt again --------------------------------------------------------------------------------------
+# -- where a job can be hurt again ------------------------------------------------------------------------------------
 
 
 def is_calm(cluster: Cluster, last: Strike | None) -> bool:
@@ -78,19 +78,28 @@ def is_protected(cluster: Cluster, copies: int) -> bool:
     return sum(one["cells"] for one in held) == min(copies, len(newest)) * num_cells
 
 
+def needs_a_step(cluster: Cluster, last: Strike | None) -> bool:
+    """Whether somebody was told to leave who is there yet: it goes behind a step that all take."""
+    newest = cluster.newest_round()
+    if last is None:
+        return False
+    return (last.kind == "leave" and last.gone[0] in newest) or (last.size is not None and len(newest) > last.size)
+
+
 def wait_until_calm(cluster: Cluster, last: Strike | None, copies: int | None) -> list[str]:
-    """Wait until the job is whole, with as few further steps as its copies need; its workers."""
+    """Wait until the job is whole, with as few further steps as leavers and copies need; its workers."""
+
+    def is_at_rest() -> bool:
+        return is_calm(cluster, last) or needs_a_step(cluster, last)
+
     while True:
-        cluster.wait_until(lambda: is_calm(cluster, last), f"a whole round after {last}")
-        if copies is None or is_protected(cluster, copies):
+        cluster.wait_until(is_at_rest, f"a whole round after {last}")
+        if not needs_a_step(cluster, last) and (copies is None or is_protected(cluster, copies)):
             return cluster.newest_round()
         step = cluster.step() + 1
-        assert step < NUM_STEPS - 2, f"after {last} cells had too few holders until step {step}"
+        assert step < NUM_STEPS - 2, f"after {last} the job was not whole until step {step}"
         cluster.hold(step)
-        cluster.wait_until(
-            lambda step=step: cluster.step() >= step or not is_calm(cluster, last),
-            f"step {step}",
-        )
+        cluster.wait_until(lambda step=step: cluster.step() >= step or not is_at_rest(), f"step {step}")
 
 
 def setbacks(cluster: Cluster) -> int:
