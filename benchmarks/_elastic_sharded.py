@@ -43,7 +43,7 @@ SIZES = {"10 MB": (128, 40), "100 MB": (512, 25), LARGEST: (1024, 60)}
 """State of a job under AdamW with its gradients, by width and number of layers."""
 STEPS_BEFORE = 6
 """Steps that are timed before a kill."""
-SETTLED_AFTER = 120.0
+SETTLED_AFTER = {"10 MB": 120.0, "100 MB": 120.0, LARGEST: 400.0}
 """Seconds for cells to come where they belong."""
 SMALL = 64
 """The width of a model that costs nothing."""

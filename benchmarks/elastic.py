@@ -125,6 +125,8 @@ class Contender:
         self.to_any: list[float] = []
         self.to_full: list[float] = []
         self.num_lost = 0
+        self.why_lost: list[str] = []
+        """For each kill after which the job did not go on: what it said last."""
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -172,14 +174,26 @@ class Contender:
 
         if not self._wait(lambda marks: bool(later(marks)), LIMIT):
             self.num_lost += 1
-            self.stop()
-            self.start()
+            self.why_lost.append(self._last_words())
+            self.start_anew()
             return False
         self._wait(lambda marks: bool(later(marks, SIZE)), LIMIT)
         marks = self._marks()
         self.to_any.append(min(later(marks)) - killed)
         self.to_full.append(min(later(marks, SIZE), default=float("nan")) - killed)
         return True
+
+    def _last_words(self) -> str:
+        """Return whether the job has ended, and the last line of its output."""
+        assert self.process is not None, "it was started"
+        code = self.process.poll()
+        lines = (self.directory / "log").read_text(errors="replace").splitlines()
+        state = f"no step in {LIMIT:g} s" if code is None else f"it ended with {code}"
+        return f"{state}: {lines[-1] if lines else 'it said nothing'}"
+
+    def start_anew(self) -> None:
+        self.stop()
+        self.start()
 
     def pause(self) -> None:
         """Have the workers rest between steps, so that all cores are another job's."""
@@ -188,19 +202,20 @@ class Contender:
     def go_on(self) -> None:
         (self.directory / "pause").unlink(missing_ok=True)
 
-    def settle(self, moves: sharded.Moves) -> list[tuple[float, int]]:
-        """Wait until no more cells move; the time and the number of workers of each step from the kill until then.
+    def settle(self, moves: sharded.Moves, limit: float) -> tuple[bool, list[tuple[float, int]]]:
+        """Wait until no more cells move; whether that came, and of each step until then its time and number of workers.
 
         The first step that all workers of a new size take is left out: before it came the regroup.
         """
-        self._wait(lambda _: moves.are_over(), sharded.SETTLED_AFTER, every=0.5)  # looking costs the job processor time
+        is_over = self._wait(lambda _: moves.are_over(), limit, every=0.5)  # looking costs the job processor time
         end = moves.last()
-        return [
+        steps = [
             (b - a, size)
             for each in self._marks_of_workers()
             for (a, _, size), (b, _, now) in pairwise(each)
             if size == now and b <= end
         ]
+        return is_over, steps
 
     def step_seconds(self, count: int) -> float:
         """Wait for so many more steps at full size; the median distance of two."""
@@ -288,13 +303,26 @@ class Kills:
     """Seconds from a kill to the next step, by job."""
     took: dict[str, list[float]] = field(default_factory=lambda: {"sharded": [], "replicas": []})
     """The same without a step of the workers that are left."""
+    num_kills: dict[str, int] = field(default_factory=lambda: {"sharded": 0, "replicas": 0})
+    """All, also those after which the job did not go on."""
+    why_lost: list[str] = field(default_factory=list)
+    """What jobs said that did not go on."""
     to_survivors: list[int] = field(default_factory=list)
-    """Bytes of parameters."""
+    """Bytes of parameters; of kills after which all cells came where they belong, here and below."""
     to_newcomers: list[int] = field(default_factory=list)
+    unprotected: list[float] = field(default_factory=list)
+    """Seconds from a kill until every cell had all its copies again."""
     mean: list[float] = field(default_factory=list)
     """Time of all steps while cells moved, over that of as many steps of as many workers with nothing to move."""
     median: list[float] = field(default_factory=list)
     """The same of one step."""
+
+    def recovered(self, job: str) -> str:
+        return f"recovered {len(self.raw[job])} of {self.num_kills[job]}"
+
+    @property
+    def settled(self) -> str:
+        return f"settled {len(self.unprotected)} of {self.num_kills['sharded']}"
 
 
 def sharded_recovery(num_kills: int) -> None:
@@ -323,34 +351,64 @@ def sharded_recovery(num_kills: int) -> None:
                 one.pause()
             for _ in range(min(num_kills, MOST_LARGE_KILLS) if size == sharded.LARGEST else num_kills):
                 for one in pair:
-                    strike_once(one, chance, found)
+                    strike_once(one, chance, found, sharded.SETTLED_AFTER[size])
         tell_recovery(size, found, 4 * depth * (width * width + width))
 
 
-def strike_once(one: Contender, chance: random.Random, found: Kills) -> None:
-    """Kill a worker of a job that rests, wait until it is as before, and have it rest again."""
+def strike_once(one: Contender, chance: random.Random, found: Kills, limit: float) -> None:
+    """Kill a worker of a job that rests, wait until it is as before, and have it rest again.
+
+    A job whose cells are not where they belong after ``limit`` seconds is begun anew: the next loss might be its end.
+    """
     one.go_on()
     found.steps[one.name, SIZE] = one.step_seconds(sharded.STEPS_BEFORE)
     moves = sharded.Moves(one.directory)
-    if one.strike(chance):
+    found.num_kills[one.name] += 1
+    if not one.strike(chance):
+        found.why_lost.append(f"{one.name}: {one.why_lost[-1]}")
+    else:
         found.raw[one.name].append(one.to_any[-1])
         found.took[one.name].append(one.to_any[-1] - found.steps[one.name, SIZE - 1])
-        if one.name == "sharded":
-            steps = [(seconds, found.steps[one.name, size]) for seconds, size in one.settle(moves) if size >= SIZE - 1]
-            found.to_survivors.append(moves.between_survivors())
-            found.to_newcomers.append(moves.to_newcomers())
-            if len(steps) > 1:
-                found.mean.append(sum(seconds for seconds, _ in steps) / sum(usual for _, usual in steps))
-                found.median.append(statistics.median(seconds / usual for seconds, usual in steps))
+        if one.name == "sharded" and not note_moves(one, moves, found, limit):
+            one.start_anew()
     one.pause()
+
+
+def note_moves(one: Contender, moves: sharded.Moves, found: Kills, limit: float) -> bool:
+    """Wait until all cells are where they belong and note what that took; False if it did not come to that."""
+    is_over, steps = one.settle(moves, limit)
+    if not is_over:
+        return False
+    found.unprotected.append(moves.last() - moves.since)
+    found.to_survivors.append(moves.between_survivors())
+    found.to_newcomers.append(moves.to_newcomers())
+    taken = [(seconds, found.steps[one.name, size]) for seconds, size in steps if size >= SIZE - 1]
+    if len(taken) > 1:
+        found.mean.append(sum(seconds for seconds, _ in taken) / sum(usual for _, usual in taken))
+        found.median.append(statistics.median(seconds / usual for seconds, usual in taken))
+    return True
 
 
 def tell_recovery(size: str, found: Kills, parameters: int) -> None:
     """Print and record what kills at one size of state have cost; ``parameters`` in bytes."""
+    for why in found.why_lost:
+        print(f"{size:8s} did not go on after a kill: {why}")
+    for job in found.raw:
+        print(f"{size:8s} {job}: {found.recovered(job)}")
+        record(
+            f"elastic/sharded/recovered/{job}/{size}", "kills", len(found.raw[job]), found.num_kills[job],
+            note="; ".join(why for why in found.why_lost if why.startswith(job)),
+        )  # fmt: skip
+    print(f"{size:8s} sharded: {found.settled}")
+    record(f"elastic/sharded/settled/{size}", "kills", len(found.unprotected), found.num_kills["sharded"])
+    tell_times(size, found)
+    tell_moves(size, found, parameters)
+
+
+def tell_times(size: str, found: Kills) -> None:
     if not all(found.took.values()):
-        print(f"{size:8s} not recovered")
         return
-    note = f"{len(found.to_survivors)} kills"
+    note = f"{found.recovered('sharded')}; unsharded {found.recovered('replicas')}"
     for way, name, times in (("kill", "", found.took), ("kill with its step", "as it is ", found.raw)):
         ours, theirs = (statistics.median(times[job]) for job in ("sharded", "replicas"))
         print(
@@ -358,15 +416,25 @@ def tell_recovery(size: str, found: Kills, parameters: int) -> None:
         )
         extremes = {"low": min(times["sharded"]), "high": max(times["sharded"])}
         record(f"elastic/sharded/{way}/{size}", "s", ours, theirs, **extremes, note=note)
+
+
+def tell_moves(size: str, found: Kills, parameters: int) -> None:
+    """Tell of the kills after which all cells came where they belong; of none, nothing can be said."""
+    if not found.unprotected:
+        return
+    seconds, note = found.unprotected, found.settled
+    print(f"{size:8s} until protected again {statistics.median(seconds):7.3f} s (worst {max(seconds):.3f}), {note}")
+    name, extremes = f"elastic/sharded/unprotected/{size}", {"low": min(seconds), "high": max(seconds)}
+    record(name, "s", statistics.median(seconds), None, **extremes, note=note)
     share = parameters * 2 / SIZE
     for way, amounts in (("between survivors", found.to_survivors), ("to the newcomer", found.to_newcomers)):
         print(f"{size:8s} moved {way} {max(amounts) / share:5.2f} (goal 1.05), {note}")
         record(f"elastic/sharded/moved {way}/{size}", "bytes", max(amounts), share, low=min(amounts), note=note)
     for way, slowed in (("step while cells move", found.mean), ("median step while cells move", found.median)):
         if slowed:
-            print(f"{size:8s} {way} {statistics.median(slowed):5.2f} (goal 1.10)", flush=True)
+            print(f"{size:8s} {way} {statistics.median(slowed):5.2f} (goal 1.10), {note}", flush=True)
             name, extremes = f"elastic/sharded/{way}/{size}", {"low": min(slowed), "high": max(slowed)}
-            record(name, "x", statistics.median(slowed), 1.0, **extremes, note=f"{len(slowed)} kills")
+            record(name, "x", statistics.median(slowed), 1.0, **extremes, note=note)
 
 
 # -- steady state -----------------------------------------------------------------------------------------------------

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import subprocess
 from pathlib import Path
 
 import pytest
-from benchmarks import _results, checkpoint, compare, trainers
+from benchmarks import _results, checkpoint, compare, elastic, trainers
 from benchmarks.__main__ import QUICK, known
 from benchmarks._results import Figure, Stored, read_figures, record, write
 from benchmarks.compare import Change, changes, compare_files, compare_trees, source_of
@@ -112,3 +113,58 @@ def test_a_run_of_the_trainers_fills_their_table(folder: Path) -> None:
         ("Lightning, two workers", "2.0 ms", "3.0 ms", "1.50", "1.30"),
         ("Hugging Face, two workers", "2.0 ms", "2.4 ms", "1.20", "1.30"),
     ]
+
+
+def test_kills_after_which_nothing_arrived_are_no_figures_of_what_moved(folder: Path, capsys) -> None:
+    """Of three kills one was the end of the job, and after the others cells were still on their way at the limit."""
+    found = elastic.Kills(num_kills={"sharded": 3, "replicas": 3}, why_lost=["sharded: it ended with 1: StepsLost"])
+    found.raw["sharded"], found.took["sharded"] = [0.5, 0.6], [0.1, 0.2]
+    found.raw["replicas"], found.took["replicas"] = [0.5, 0.6, 0.7], [0.1, 0.2, 0.3]
+    elastic.tell_recovery("1 GB", found, parameters=3000)
+    told = read_figures(folder / "figures")
+    assert not [name for name in told if "moved" in name or "while cells move" in name]
+    recovered, settled = told["elastic/sharded/recovered/sharded/1 GB"], told["elastic/sharded/settled/1 GB"]
+    assert (recovered.ours, recovered.theirs, recovered.note) == (2, 3, "sharded: it ended with 1: StepsLost")
+    assert (settled.ours, settled.theirs) == (0, 3)
+    assert told["elastic/sharded/kill/1 GB"].note == "recovered 2 of 3; unsharded recovered 3 of 3"
+    assert "StepsLost" in capsys.readouterr().out
+
+
+def test_what_moved_is_told_of_the_kills_that_settled(folder: Path) -> None:
+    found = elastic.Kills(num_kills={"sharded": 2, "replicas": 2})
+    found.unprotected, found.to_survivors, found.to_newcomers = [4.0, 6.0], [1000, 2000], [2000, 2000]
+    found.mean, found.median = [1.2, 1.1], [1.0, 1.1]
+    elastic.tell_moves("1 GB", found, parameters=3000)
+    told = read_figures(folder / "figures")
+    assert told["elastic/sharded/unprotected/1 GB"].ours == 5.0
+    moved = told["elastic/sharded/moved between survivors/1 GB"]
+    assert (moved.ours, moved.theirs, moved.note) == (2000, 2000, "settled 2 of 2")
+
+
+class NeverOver:
+    """Cells that are still on their way."""
+
+    since = 0.0
+
+    def are_over(self) -> bool:
+        return False
+
+    def last(self) -> float:
+        return 0.0
+
+
+def test_a_job_whose_cells_do_not_settle_is_begun_anew_before_the_next_kill(monkeypatch) -> None:
+    one, anew = elastic.Contender("sharded", []), []
+    monkeypatch.setattr(one, "_wait", lambda *args, **options: False)
+    monkeypatch.setattr(one, "_marks_of_workers", list)
+    monkeypatch.setattr(one, "go_on", lambda: None)
+    monkeypatch.setattr(one, "pause", lambda: None)
+    monkeypatch.setattr(one, "step_seconds", lambda count: 0.1)
+    monkeypatch.setattr(one, "strike", lambda chance: one.to_any.append(0.4) or True)
+    monkeypatch.setattr(one, "start_anew", lambda: anew.append(True))
+    monkeypatch.setattr(one, "directory", Path(), raising=False)
+    monkeypatch.setattr(elastic.sharded, "Moves", lambda directory: NeverOver())
+    found = elastic.Kills(steps={("sharded", 2): 0.1})
+    elastic.strike_once(one, random.Random(0), found, limit=0.0)
+    assert anew == [True]
+    assert (found.num_kills["sharded"], len(found.raw["sharded"]), found.unprotected) == (1, 1, [])

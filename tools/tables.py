@@ -241,10 +241,13 @@ def elastic_sharded(found: Figures) -> Iterable[Sequence[str]]:
         (f"{memory}, copies=2; the formula", "memory/copies=2/formula", "1.15"),
         (f"{memory}, copies=2; the unsharded job", "memory/copies=2/unsharded", "0.55"),
         *(
-            (f"{title}, {one} of state; {other}", f"{name}/{one}", goal)
+            (f"{title}, {one} of state{other and '; '}{other}", f"{name}/{one}", goal)
             for title, other, name, goal in (
                 ("SIGKILL to the next step less a step", "the unsharded job", "kill", "1.20"),
                 ("SIGKILL to the next step, nothing subtracted", "the unsharded job", "kill with its step", ""),
+                ("kills after which the sharded job went on", "all", "recovered/sharded", "1.00"),
+                ("kills after which all cells came where they belong", "all", "settled", "1.00"),
+                ("SIGKILL until every cell has all its copies again", "", "unprotected", ""),
                 ("moved between survivors", share, "moved between survivors", "1.05"),
                 ("moved to the newcomer", share, "moved to the newcomer", "1.05"),
                 ("steps from the kill until nothing moves, all", usual, "step while cells move", "1.10"),

@@ -14,7 +14,9 @@ from torch.nn import functional as F
 from phalanx.comm import simulate
 from phalanx.comm.faults import lose_result_at, play
 from phalanx.elastic import Guard, LossSpike, NonFinite, Outcome, RunOptions, Saves
+from phalanx.elastic._sharded_guarding import ShardedGuarding
 from phalanx.elastic.audit import check_directory
+from phalanx.errors import PeerLost
 
 pytestmark = pytest.mark.timeout(600)
 NAN = float("nan")
@@ -163,23 +165,75 @@ def test_a_spike_without_a_save_stops_all_workers(tmp_path):
 
 
 class SpoiledWorld(ShardedWorld):
-    """Its loss of one step is not finite; the gradient is."""
+    """Its loss of one step is not finite; the gradient is, unless that is ``spoiled`` too."""
 
     spoiled_step = 3
+    spoiled = (NAN, 1.0)
 
     def loss(self, job, micro):
         loss = super().loss(job, micro)
-        return loss + NAN if micro.step.number == self.spoiled_step else loss
+        return loss * self.spoiled[1] + self.spoiled[0] if micro.step.number == self.spoiled_step else loss
 
 
-def test_who_missed_the_commit_point_leaves_the_step_out_as_those_did_who_passed_it(tmp_path, monkeypatch):
+def undisturbed(plus, times):
+    """Train as ``SpoiledWorld`` does, unsharded."""
     job = make_job(sharded=False, is_random=False, guard=SKIPS, run=RunOptions(progress=False, threads=1))
     for step in job.steps(max_steps=8):
         for micro in step:
             loss = F.cross_entropy(job.model(micro.inputs), micro.targets)
-            micro.backward(loss + NAN if step.number == 3 else loss)
+            micro.backward(loss * times + plus if step.number == 3 else loss)
         step.commit(max_grad_norm=0.5)
         job.count.update(job.model)
+    return weights(job)
+
+
+def check_left_out(world):
+    verdict = check_directory(world.directory)
+    assert (verdict.problems, verdict.num_steps) == ([], 8)
+    assert list(verdict.left_out) == [3]
+
+
+@pytest.mark.parametrize("has_passed", [False, True], ids=["before", "after"])
+def test_a_worker_dies_where_all_tell_which_gradients_are_not_finite(tmp_path, monkeypatch, has_passed):
+    """That is behind the commit point: worker c dies before it has told, or when it has left the step out, and b has
+    not heard the others."""
+    spoiled, bad_grads, begun = (0.0, NAN), ShardedGuarding.bad_grads, []
+    expected = undisturbed(*spoiled)
+    world = SpoiledWorld(tmp_path, monkeypatch)
+    world.spoiled, world.guard = spoiled, SKIPS
+
+    def end(job):
+        world.break_(0, "c")
+        world.agree(1, "a", "b")
+        raise Die
+
+    def told_or_lost(guarding):
+        job = world.here.job
+        is_first = job.step == 3 and job.generation == 0
+        begun.append((job.worker_id, job.step))
+        if is_first and job.worker_id == "c" and not has_passed:
+            end(job)
+        found = bad_grads(guarding)
+        if is_first and job.worker_id == "b" and has_passed:
+            raise PeerLost("worker b was told to lose contact", generation=0)
+        return found
+
+    def on_commit(job, step, outcome):
+        if step.number == 3 and job.worker_id == "c":
+            end(job)
+
+    monkeypatch.setattr(ShardedGuarding, "bad_grads", told_or_lost)
+    results = world.run("abc", on_commit=on_commit)
+    assert {("a", 3), ("b", 3), ("c", 3)} <= set(begun)
+    assert isinstance(results["c"], Die)
+    assert results["a"] == results["b"] == expected
+    assert (3, "skipped") in world.told["a"].outcomes
+    assert (3, "adopted" if has_passed else "skipped") in world.told["b"].outcomes
+    check_left_out(world)
+
+
+def test_who_missed_the_commit_point_leaves_the_step_out_as_those_did_who_passed_it(tmp_path, monkeypatch):
+    expected = undisturbed(*SpoiledWorld.spoiled)
     world = SpoiledWorld(tmp_path, monkeypatch)
     world.guard = SKIPS
 
@@ -199,10 +253,7 @@ def test_who_missed_the_commit_point_leaves_the_step_out_as_those_did_who_passed
         for worker in "abc":
             world.start(worker, on_commit=on_commit, on_step=on_step)
         results = world.join()
-    assert results["a"] == results["b"] == weights(job)
+    assert results["a"] == results["b"] == expected
     assert (3, "skipped") in world.told["a"].outcomes
     assert (3, "adopted") in world.told["b"].outcomes
-    verdict = check_directory(world.directory)
-    assert (verdict.problems, verdict.num_steps) == ([], 8)
-    assert list(verdict.left_out) == [3]
-    assert torch.isfinite(torch.tensor(job.loss))
+    check_left_out(world)

@@ -16,8 +16,9 @@ from sharded_training import make_job, train, weights
 from sharded_world import COMMIT_POINT, Fault, ShardedWorld
 
 from log_lines import read_lines
+from phalanx.comm import observe
 from phalanx.comm.faults import lose_result_at, play
-from phalanx.elastic import RunOptions, Saves, StepsLost
+from phalanx.elastic import RunOptions, Saves, StepsLost, _sharded_step
 from phalanx.elastic._sharded_step import ShardedStep
 from phalanx.elastic.audit import check_directory
 from phalanx.elastic.sharded._sharded_level import CellsLost
@@ -61,9 +62,37 @@ def kill_at(make_world, undisturbed, at, workers="abc", victim="b", **settings):
     world = make_world(faults=(Fault(victim, STEP, at, survivors),), **settings)
     results = world.run(workers)
     assert world.faults[0].is_done, f"worker {victim} issues no collective {at} in step {STEP}"
+    if at == COMMIT_POINT:
+        assert world.faults[0].name == "all_gather_into_tensor"
     assert isinstance(results[victim], Die)
     check(world, results, undisturbed, survivors)
     return world
+
+
+def test_the_commit_point_is_where_these_tests_look_for_it(make_world, monkeypatch):
+    """It is the last collective of a step, and the only one in which verdicts are exchanged."""
+    world, exchange, found = make_world(), _sharded_step.exchange_verdict, {}
+
+    def noted(group, *args, **keywords):
+        told, step, before = world.here.told, world.here.step, len(names())
+        verdict = exchange(group, *args, **keywords)
+        found[world.here.job.worker_id, step] = (told.collectives[step] - 1, names()[before:])
+        return verdict
+
+    def names():
+        return world.here.__dict__.setdefault("names", [])
+
+    def note(event):
+        if getattr(world.here, "job", None) is not None:
+            names().append(event.name)
+
+    monkeypatch.setattr(_sharded_step, "exchange_verdict", noted)
+    with observe(note):
+        world.run("abc")
+    assert {worker: found[worker, STEP] for worker in "abc"} == dict.fromkeys(
+        "abc", (COMMIT_POINT, ["all_gather_into_tensor"])
+    )
+    assert {told.collectives[STEP] for told in world.told.values()} == {COMMIT_POINT + 1}
 
 
 @pytest.mark.parametrize("at", [9, COMMIT_POINT])

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from phalanx.comm import init_device_mesh, simulate
-from phalanx.elastic import Job, NonFinite, RunOptions, StepsLost, WorkersDiffer, job_mesh
+from phalanx.elastic import Job, NonFinite, RunOptions, Saves, StepsLost, WorkersDiffer, job_mesh
 from phalanx.elastic._job_mesh import mesh_at
 from phalanx.elastic.audit import check_directory
 from phalanx.errors import PeerLost
@@ -92,7 +92,7 @@ class TensorWorld(ShardedWorld):
     def train(self, on_step: Any, after: Any, on_commit: Any) -> object:
         lane = "abcdef".index(self._local.coordinator.worker_id) % 2
         run = RunOptions(progress=False, verify=True, log_dir=self.directory, hold=self.hold, threads=1)
-        job = make_job(mesh_at(lane, 2), run=run, copies=self.copies)
+        job = make_job(mesh_at(lane, 2), run=run, copies=self.copies, saves=self.saves)
         self.prepare(job.model)
         told = self.told[job.worker_id] = Told()
         self.here.job, self.here.step, self.here.told = job, -1, told
@@ -155,6 +155,25 @@ def test_a_worker_dies_at_every_collective_of_a_step(make_world, undisturbed, vi
     whole.run("abcd")
     for at in range(whole.told[victim].collectives[STEP]):
         kill_at(make_world, undisturbed, at, victim=victim)
+
+
+def test_a_loss_beyond_the_copies_takes_all_lanes_back_to_the_last_save(make_world, undisturbed, capfd):
+    """The second lane has lost cells; the first has all of its own, and goes back too."""
+    world = make_world(copies=1, faults=(Fault("b", 7, 9, ("a", "c", "d")),))
+    world.saves = Saves(directory=world.directory / "saves", every=2)
+
+    def on_commit(job, step, outcome):
+        job.saving.wait_idle()
+
+    results = world.run("abcd", on_commit)
+    assert isinstance(results["b"], Die)
+    for worker in "acd":
+        assert results[worker] == undisturbed[1], worker
+        assert [number for number, how in world.told[worker].outcomes if how == "applied"] == [*range(7), 6, 7]
+    told = capfd.readouterr().err
+    assert "cells were lost with their last holders at step 7: the job goes back from step 7 to step 6" in told
+    verdict = check_directory(world.directory)
+    assert (verdict.problems, verdict.num_steps) == ([], world.num_steps)
 
 
 def test_members_of_two_groups_are_lost_and_those_who_are_left_form_one(make_world, undisturbed):

@@ -12,9 +12,10 @@ from elastic_training import Count
 from safetensors import safe_open
 from sharded_training import sha
 from tensor_training import make_job, train
+from torch.nn import functional as F
 
 from phalanx.comm import simulate
-from phalanx.elastic import RunOptions, Saves, job_mesh
+from phalanx.elastic import Guard, Outcome, RunOptions, Saves, job_mesh
 from phalanx.elastic.checkpoint._saves import SaveError, check_save
 from phalanx.elastic.checkpoint._tensor_files import Chunk, FileRecord, StoredRange, check_tiles
 
@@ -96,6 +97,39 @@ def test_lanes_go_on_from_the_save_of_whole_replicas(undisturbed, tmp_path):
     (told, *_), *_ = simulate(2).run(run, 2, 1, tmp_path, 4)
     assert told[0][0] == 3
     assert told[0][1:] == pytest.approx(undisturbed[0][3][1:], rel=1e-5)
+
+
+def spiking(group: Any, degree: int, directory: Any) -> tuple[list[Any], list[Any], Any, str, str]:
+    """Train with a loss that explodes at step 18; outcomes, steps, the guard's record, weights and digest."""
+    mesh, extra = (job_mesh(tp=degree), {"copies": 2}) if degree else (None, {})
+    job = make_job(
+        mesh,
+        saves=Saves(directory=directory, every=5, keep=2),
+        run=RunOptions(progress=False, group=group, verify=True, threads=1),
+        guard=Guard(spike=50.0, on_spike="rollback"),
+        **extra,
+    )
+    outcomes, told = [], []
+    for step in job.steps(max_steps=21):
+        for micro in step:
+            loss = F.cross_entropy(job.model(micro.inputs), micro.targets)
+            micro.backward(loss * 1e4 if step.number == 18 else loss)
+        outcomes.append(step.commit(max_grad_norm=0.5))
+        if step.number > 18:
+            told += [step.loss, step.grad_norm]
+        job.saving.wait_idle()
+    return outcomes, told, job.guarding.record, sha(job.full_state_dict()), job.digest()
+
+
+def test_the_guards_rollback_takes_all_lanes_back_to_the_last_good_save(tmp_path):
+    plain = spiking(None, 0, tmp_path / "plain")
+    found = simulate(2).run(spiking, 2, tmp_path / "two") + simulate(5).run(spiking, 2, tmp_path / "five")
+    for one in found:
+        assert one == found[0]
+    assert found[0][0] == plain[0]
+    assert found[0][0][18] is Outcome.SKIPPED
+    assert found[0][2].rollbacks == 1
+    assert found[0][1] == pytest.approx(plain[1], rel=1e-4), "they go on from the same step's weights"
 
 
 def part(index: int, begin: int, end: int, *, count: int = 2) -> StoredRange:

@@ -9,7 +9,8 @@ Phases, each entered by all workers together:
    Who passes it knows that all are prepared, and applies.
 
 Invariants: the commit point is entered only when prepared; weights, optimizer, scheduler, buffers and position change
-after it only; between it and the end of the update there is no collective.
+after it only. Between it and the end of the update there is no collective, but for one where something is not finite
+(``_findings``): who is lost there leaves the others prepared, and perhaps some of them ahead.
 """
 
 from __future__ import annotations

@@ -36,6 +36,8 @@ OPERATIONS = (
     "pass commit",  # everybody was prepared
     "apply",
 )
+FINDINGS = ("enter findings", "pass findings")
+"""Behind the commit point, if something is not finite: all tell which gradients, and decide alike."""
 SLICE = 2
 """Copies that move at one boundary."""
 
@@ -50,6 +52,7 @@ class Variant(Enum):
     WRONG_VERSION = "a cell is sent as it was a step ago"
     COUNTED_BEFORE_ARRIVAL = "a new holder counts as one before the cell is there"
     DROPPED_BEFORE_ARRIVAL = "who gives a cell away drops it when it is sent"
+    UNPREPARED_BEHIND_COMMIT = "who notices a loss behind the commit point counts as not prepared any more"
     NOT_MIRRORED_AFTER_MOVE = "a new holder does not get gradients in the first step"
 
 
@@ -116,6 +119,7 @@ class Model:
     joining: int = 0
     max_deaths: int = 2
     num_steps: int = 2
+    has_findings: bool = False
 
     @property
     def table(self) -> CellTable:
@@ -123,7 +127,7 @@ class Model:
 
     @property
     def program(self) -> tuple[str, ...]:
-        names = list(OPERATIONS)
+        names = [*OPERATIONS[:-1], *(FINDINGS if self.has_findings else ()), OPERATIONS[-1]]
         if self.variant is Variant.NO_BARRIER:
             names = [name for name in names if "commit" not in name]
         elif self.variant is Variant.NO_GRADIENT_TO_MIRRORS:
@@ -194,6 +198,8 @@ class Model:
             return self._receive_gradients(state, worker, after, slice_)
         if name == "pass commit" and self._all_did(state, worker, "enter commit"):
             return replace(after, gradients=frozenset()) if self.variant is Variant.GRADIENT_FREED_EARLY else after
+        if name == "pass findings" and self._all_did(state, worker, "enter findings"):
+            return after
         if name == "apply":
             return replace(self._applied(worker), turn=worker.turn + 1)
         return None if name.startswith("pass") else after
@@ -248,6 +254,8 @@ class Model:
         has_numbers = place > program.index("receive gradients" if "receive gradients" in program else "pass reduce")
         has_gradients = self.variant is Variant.NO_GRADIENT_TO_MIRRORS or held <= worker.gradients
         is_prepared = has_numbers and has_gradients and self.variant is not Variant.GRADIENT_FREED_AT_LOSS
+        if self.variant is Variant.UNPREPARED_BEHIND_COMMIT:
+            is_prepared = is_prepared and place <= program.index("pass commit")
         owned = tuple(cell for cell in sorted(held) if slice_.during.holders[cell][0] == worker.name)
         return StateReport(
             worker.name, worker.version, worker.version if is_prepared else None, tuple(sorted(held)), owned

@@ -24,6 +24,14 @@ def test_no_interleaving_loses_a_cell_or_a_step(size: int, copies: int, joining:
     assert found.num_ends > 5
 
 
+@pytest.mark.parametrize(("size", "copies"), [(2, 2), (3, 2), (3, 3)])
+def test_a_collective_behind_the_commit_point_loses_nothing_either(size: int, copies: int) -> None:
+    """That in which all tell which gradients are not finite."""
+    plain, found = search(Model(size, copies)), search(Model(size, copies, has_findings=True))
+    assert found.num_states > plain.num_states
+    assert found.num_ends > 5
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("size", "copies", "joining"), [(4, 2, 0), (4, 2, 1), (4, 3, 0), (4, 3, 1), (5, 2, 0), (5, 2, 1), (5, 3, 0)]
@@ -46,6 +54,7 @@ MUTANTS = {
     Variant.BARRIER_BEFORE_MIRRORS: ((3, 2, 0), "prepared for none"),
     Variant.GRADIENT_FREED_EARLY: ((2, 2, 0), "its cell . has 0"),
     Variant.GRADIENT_FREED_AT_LOSS: ((3, 2, 0), "prepared for none"),
+    Variant.UNPREPARED_BEHIND_COMMIT: ((3, 2, 0), "prepared for none"),
     Variant.WRONG_VERSION: ((3, 2, 0), "its cell . has -1"),
     Variant.COUNTED_BEFORE_ARRIVAL: ((3, 2, 1), "which it has not"),
     Variant.DROPPED_BEFORE_ARRIVAL: ((3, 2, 1), "no survivor holds"),
