@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from log_lines import read_lines
 from phalanx.comm import Group, simulate
 from phalanx.elastic import NobodyDecides, RunOptions, VerifySlots
+from phalanx.elastic._bit_digests import BLOCK, MessageDigests, digest_of
 from phalanx.elastic._verify_slots import SlotCheck, StepDigests, WrongKind, judge, plan_check
-from phalanx.elastic._verifying import BLOCK, MessageDigests, digest_of, locate_block
+from phalanx.elastic._verifying import locate_block
 from phalanx.elastic.audit import check_directory
 from phalanx.elastic.checkpoint._stream import StateDamaged, receive_state, send_state
 from phalanx.elastic.reduce._deal import even_deal, ranges_of

@@ -11,7 +11,6 @@ job of whole replicas. Weights are not compared here: ``Job.fingerprint`` does t
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -20,8 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from phalanx.elastic._bit_digests import MessageDigests, digest_of, digests_of, joined
 from phalanx.elastic._verify_slots import StepDigests, VerifySlots, WrongKind, WrongWorker, judge, plan_check
-from phalanx.elastic._verifying import MessageDigests, Verifying, digest_of
+from phalanx.elastic._verifying import Verifying
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
@@ -82,8 +82,7 @@ class ShardedVerifying(Verifying):
 
     def _note(self, names: Sequence[str], index: int, grad: Tensor) -> None:
         assert self._found is not None, "a slot is watched"
-        blocks = grad.detach().reshape(-1).split(BLOCK)
-        self._found.setdefault(names[index], []).extend(map(digest_of, blocks))
+        self._found.setdefault(names[index], []).extend(digests_of(grad, BLOCK))
 
     def computed_slot(self, sums: dict[str, float]) -> None:
         """The slot is over: watch no more, and note its numbers if it was watched."""
@@ -139,5 +138,4 @@ class ShardedVerifying(Verifying):
 def _joined(found: dict[str, list[str]] | None) -> str:
     if found is None:
         return ""
-    text = "".join(f"{name}:{''.join(found[name])};" for name in sorted(found))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return joined([word for name in sorted(found) for word in (name, *found[name])])

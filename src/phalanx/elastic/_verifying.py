@@ -11,14 +11,14 @@ lost, and they repeat the step as after any loss.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from phalanx.elastic._bit_digests import BLOCK, MessageDigests, digest_of, joined
 from phalanx.elastic._verify_slots import (
     NobodyDecides,
     SlotCheck,
@@ -39,30 +39,7 @@ if TYPE_CHECKING:
     from phalanx.elastic._job import Job
     from phalanx.elastic._step import Step
 
-BLOCK = 16384
-"""Elements of a message under one digest."""
-
 Named = list[tuple[str, Tensor | None]]
-
-
-class MessageDigests:
-    """Digests of the messages of one step, in blocks, in the order of buckets."""
-
-    def __init__(self, size: int) -> None:
-        self.of_sent: list[list[str]] = [[] for _ in range(size)]
-        self.of_received: list[list[str]] = [[] for _ in range(size)]
-
-    def sent(self, tensors: Sequence[Tensor], rank: int) -> None:
-        _add(self.of_sent, tensors, rank)
-
-    def received(self, tensors: Sequence[Tensor], rank: int) -> None:
-        _add(self.of_received, tensors, rank)
-
-
-def _add(into: list[list[str]], tensors: Sequence[Tensor], rank: int) -> None:
-    for peer, tensor in enumerate(tensors):
-        if peer != rank:
-            into[peer] += [digest_of(block) for block in tensor.split(BLOCK)] if tensor.numel() else []
 
 
 class Verifying:
@@ -293,14 +270,5 @@ def locate_block(layout: FlatLayout, size: int, owner: int, block: int, num_piec
     raise AssertionError(f"block {block} is behind the last bucket")
 
 
-def digest_of(tensor: Tensor | None) -> str:
-    """Return a digest of the bits; of None too."""
-    if tensor is None:
-        return "none"
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
-
-
 def _joined(named: Named) -> str:
-    digests: Iterator[str] = (digest_of(tensor) for _, tensor in named)
-    return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
+    return joined([digest_of(tensor) for _, tensor in named])
