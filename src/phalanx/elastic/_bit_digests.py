@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -63,15 +64,38 @@ class MessageDigests:
     def __init__(self, size: int) -> None:
         self.of_sent: list[list[str]] = [[] for _ in range(size)]
         self.of_received: list[list[str]] = [[] for _ in range(size)]
+        self.kinds: list[list[str]] = [[] for _ in range(size)]
+        """Of each block that was received: of what kind the message was."""
 
     def sent(self, tensors: Sequence[Tensor], rank: int) -> None:
-        _add(self.of_sent, tensors, rank)
+        for peer, tensor in _of_others(tensors, rank):
+            self.of_sent[peer] += digests_of(tensor, BLOCK)
+
+    def received(self, tensors: Sequence[Tensor], rank: int, kind: str = "gradients") -> None:
+        for peer, tensor in _of_others(tensors, rank):
+            found = digests_of(tensor, BLOCK)
+            self.of_received[peer] += found
+            self.kinds[peer] += [kind] * len(found)
+
+    def of(self, kind: str) -> MessagesOfAKind:
+        """Return what takes in messages of a kind."""
+        return MessagesOfAKind(self, kind)
+
+
+@dataclass(frozen=True)
+class MessagesOfAKind:
+    """Notes messages whose content has a name."""
+
+    digests: MessageDigests
+    kind: str
+
+    def sent(self, tensors: Sequence[Tensor], rank: int) -> None:
+        self.digests.sent(tensors, rank)
 
     def received(self, tensors: Sequence[Tensor], rank: int) -> None:
-        _add(self.of_received, tensors, rank)
+        self.digests.received(tensors, rank, self.kind)
 
 
-def _add(into: list[list[str]], tensors: Sequence[Tensor], rank: int) -> None:
-    for peer, tensor in enumerate(tensors):
-        if peer != rank:
-            into[peer] += digests_of(tensor, BLOCK)
+def _of_others(tensors: Sequence[Tensor], rank: int) -> list[tuple[int, Tensor]]:
+    """Return what is a message: what a worker keeps for itself is none."""
+    return [(peer, tensor) for peer, tensor in enumerate(tensors) if peer != rank]

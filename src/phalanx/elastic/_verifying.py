@@ -161,7 +161,7 @@ class Verifying:
         slot = check.slot if wrong.kind is WrongKind.SLOT else None
         culprit = workers[wrong.odd] if wrong.is_known else ""
         self._kept = self._trial = None
-        text = explain(step.number, wrong, culprit, workers[wrong.right], slot, parameter, element, values)
+        text = explain(step.number, wrong, workers[wrong.odd], workers[wrong.right], slot, parameter, element, values)
         if me == (1 if wrong.odd == 0 else 0):
             self._job.events.write(
                 WrongBitsFound(
@@ -191,7 +191,7 @@ class Verifying:
 def explain(
     step: int,
     wrong: WrongWorker,
-    culprit: str,
+    odd: str,
     right: str,
     slot: int | None,
     parameter: str,
@@ -203,7 +203,7 @@ def explain(
     >>> wrong = WrongWorker(kind=WrongKind.SLOT, odd=2, right=0)
     >>> explain(7, wrong, "c", "a", 5, "fc.weight", 3, ("0.5", "0.25"))
     'step 7: worker c computed slot 5 wrongly: fc.weight differs at element 3 (0.5, and 0.25 on worker a). The step is \
-repeated without it, and its node is left out'
+repeated without it, and its node is left out if the job can do without'
     """
     where = f"{parameter} differs" + (f" at element {element}" if element >= 0 else "")
     seen = f" ({values[0]}, and {values[1]} on worker {right})" if len(values) == 2 else ""
@@ -213,15 +213,20 @@ repeated without it, and its node is left out'
         WrongKind.MESSAGE: f"received something other than what {right} sent",
         WrongKind.SUM: "has another sum of gradients than most",
     }[wrong.kind]
-    if culprit:
+    if wrong.is_known:
         return (
-            f"step {step}: worker {culprit} {did}: {where}{seen}. "
-            "The step is repeated without it, and its node is left out"
+            f"step {step}: worker {odd} {did}: {where}{seen}. "
+            "The step is repeated without it, and its node is left out if the job can do without"
         )
+    most = (
+        "of three copies or more (Job(copies=3)) most decide"
+        if wrong.cell >= 0
+        else "with three or more workers most of them decide, unless the computation itself is not deterministic "
+        "(docs/elastic.md, Conditions)"
+    )
     return (
-        f"step {step}: workers differ in the {wrong.kind.value}{'' if slot is None else f' {slot}'}: {where}{seen}, "
-        "and it cannot be said who is wrong: with three or more workers most of them decide, unless the computation "
-        "itself is not deterministic (docs/elastic.md, Conditions). Nothing of the step was applied"
+        f"step {step}: workers {odd} and {right} differ in the {wrong.kind.value}{'' if slot is None else f' {slot}'}: "
+        f"{where}{seen}, and it cannot be said who is wrong: {most}. Nothing of the step was applied"
     )
 
 

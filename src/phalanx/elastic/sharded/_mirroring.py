@@ -14,18 +14,19 @@ from torch import Tensor
 from phalanx._torch_private import foreach_copy_
 from phalanx.comm import Group
 from phalanx.elastic.sharded._cell_store import CellStore, HeldSection
-from phalanx.elastic.sharded._slot_reduction import Messages
+from phalanx.elastic.sharded._slot_reduction import MessageKinds, Messages
 from phalanx.fsdp.layout._unit_layout import Range, intersect
 
 
-def spread_gradients(store: CellStore, group: Group, messages: Messages | None = None) -> None:
+def spread_gradients(store: CellStore, group: Group, messages: MessageKinds | None = None) -> None:
     """Fill the gradient buffers of all sections, on all holders alike; ``messages`` sees what travels."""
     for held in store.sections.values():
         _take_own(held, group.rank)
     if group.size == 1:
         return
+    seen = None if messages is None else messages.of("reduced gradients for a mirror")
     for dtype, routes in store.plan("mirrors", lambda: _routes(store, group)):
-        _exchange(dtype, routes, group, messages)
+        _exchange(dtype, routes, group, seen)
 
 
 def _take_own(held: HeldSection, rank: int) -> None:
