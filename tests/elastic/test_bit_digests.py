@@ -47,8 +47,7 @@ def test_any_two_bits_are_seen(bits):
 
 @given(bit=st.integers(0, 31), elements=st.sets(st.integers(0, SIZE - 1), min_size=2, max_size=40))
 def test_one_bit_that_is_wrong_in_many_elements_is_seen(bit, elements):
-    """As a broken line of a bus would have it. A sum of 64-bit words modulo 2^64 misses every second such fault of the
-    uppermost bit."""
+    """As a broken line of a bus has it; a sum of words modulo 2^64 misses every second one of the uppermost bit."""
     right = some(torch.float32)
     wrong = right.clone()
     mask = 1 << bit if bit < 31 else -(1 << 31)

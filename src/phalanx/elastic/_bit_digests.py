@@ -1,29 +1,24 @@
-"""Digests that find wrong bits in a step: quick, since what is compared has just been computed by a colleague.
+"""Digests that find wrong bits in a step, in blocks: BLAKE3, which is quick enough to need nothing weaker.
 
-CRC-32 of the bytes: of two blocks that differ in one element of up to 4 bytes, or in any two bits, the digests differ,
-always; of two that differ in any other way they are equal once in four thousand million times. Wider elements get
-blake2b, which promises nothing and misses nothing. Who forges bits is not found by this; a state that is sent or saved
-has a digest that finds forgers too (``checkpoint._stream``, ``checkpoint._digest_tree``).
+Measured where this was written, of 64 KB at a time in one thread: BLAKE3 8 GB/s, CRC-32 6.5, SHA-256 2.0, BLAKE2b 1.4.
 
-Rejected: a sum of 64-bit words with odd weights, modulo 2^64, which is four times as quick. It sees each wrong word,
-but of bit 63 only whether it is wrong in an odd number of words, whatever the weights: two float32 that have lost their
-signs pass.
+Rejected: a sum of 64-bit words with odd weights, modulo 2^64, at 25 GB/s. It sees each wrong word, but of bit 63 only
+whether it is wrong in an odd number of words, whatever the weights: two float32 that have lost their signs pass.
 """
 
 from __future__ import annotations
 
-import hashlib
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 BLOCK = 16384
 """Elements of a message under one digest."""
-NARROW = 4
-"""Bytes of an element of which CRC-32 finds every change."""
+SIZE = 16
+"""Bytes of a digest."""
 
 
 def digest_of(tensor: Tensor | None) -> str:
@@ -34,7 +29,7 @@ def digest_of(tensor: Tensor | None) -> str:
     """
     if tensor is None:
         return "none"
-    return "".join(digests_of(tensor, max(1, tensor.numel())))
+    return blake3(_bytes_of(tensor)).hexdigest(length=SIZE)
 
 
 def digests_of(tensor: Tensor, block: int) -> list[str]:
@@ -45,17 +40,17 @@ def digests_of(tensor: Tensor, block: int) -> list[str]:
     >>> [x == y for x, y in zip(digests_of(a, 2), digests_of(b, 2), strict=True)]
     [True, False, True]
     """
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    step = block * tensor.element_size()
-    blocks = (data[at : at + step] for at in range(0, len(data), step))
-    if tensor.element_size() <= NARROW:
-        return [f"{zlib.crc32(one):08x}" for one in blocks]
-    return [hashlib.blake2b(one, digest_size=16).hexdigest() for one in blocks]
+    data, step = _bytes_of(tensor), block * tensor.element_size()
+    return [blake3(data[at : at + step]).hexdigest(length=SIZE) for at in range(0, len(data), step)]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def joined(digests: Sequence[str]) -> str:
     """Return one digest of many."""
-    return hashlib.blake2b(" ".join(digests).encode(), digest_size=16).hexdigest()
+    return blake3(" ".join(digests).encode()).hexdigest(length=SIZE)
 
 
 class MessageDigests:
