@@ -53,6 +53,8 @@ CHECK_EVERY, COST_SLOTS, COST_ROWS = 4, 8, 64
 WIDTHS = {16: 2, 1024: 1, 3072: 0.25}
 """Of the models whose cost is measured, with rounds as a multiple of ``--cost-rounds``."""
 SHARDED_WIDTH = 1024
+MORE_ROWS = 512
+"""Of a slot whose computation takes longer than the digests of a check."""
 SHARE = 0.4
 """Of a core, of each worker that computes: four of them leave something of two cores."""
 LIMIT = 150.0
@@ -212,11 +214,11 @@ def cost(rank: int, address: str, width: int, rounds: int, copies: int | None, p
             job.close()
 
 
-def cost_of_checks(rank: int, address: str, rounds: int, pipe: Any) -> None:
+def cost_of_checks(rank: int, address: str, rows: int, rounds: int, pipe: Any) -> None:
     group = Group.create(connect(address), rank, 2)
     jobs = {
-        "plain": make(group, 1024, COST_SLOTS, COST_ROWS),
-        "checked": make(group, 1024, COST_SLOTS, COST_ROWS, verify_slots=VerifySlots(every=CHECK_EVERY)),
+        "plain": make(group, 1024, COST_SLOTS, rows),
+        "checked": make(group, 1024, COST_SLOTS, rows, verify_slots=VerifySlots(every=CHECK_EVERY)),
     }
     times, work = turns_of(group, jobs, rounds)
     pipe.send((times, {job.digest() for job in jobs.values()}, work))
@@ -266,8 +268,8 @@ def main() -> None:
             told_cost(answers_of(cost, 2, width, max(1, round(share * options.cost_rounds)), None, limit=LIMIT))
         if options.cost_rounds:
             told_cost(answers_of(cost, 2, SHARDED_WIDTH, options.cost_rounds, 2, limit=LIMIT), kind="sharded ")
-        if options.cost_rounds:
-            told_checks(answers_of(cost_of_checks, 2, max(1, options.cost_rounds // 4), limit=LIMIT))
+        for rows, kind in ((COST_ROWS, ""), (MORE_ROWS, f", {MORE_ROWS} rows")) if options.cost_rounds else ():
+            told_checks(answers_of(cost_of_checks, 2, rows, max(1, options.cost_rounds // 4), limit=LIMIT), kind)
         if options.sharded_rounds:
             for kind, num_slots, factor, warm_up in (
                 ("sharded, ", options.slots, LONGER, WARM_UP),
@@ -305,19 +307,19 @@ def told_cost(found: list[Any], kind: str = "") -> None:
     record(f"stragglers/{kind}on by default/{size}", "s", off + more, off, note=note)
 
 
-def told_checks(found: list[Any]) -> None:
+def told_checks(found: list[Any], kind: str) -> None:
     digests = set.union(*(digests for _, digests, _ in found))
     assert len(digests) == 1, f"the bits differ: {digests}"
     on, checked = (statistics.median(found[0][0][name]) for name in ("plain", "checked"))
     plain, twice = (sum(statistics.median(work[name]) for *_, work in found) for name in ("plain", "checked"))
     expected = 1 + 1 / (COST_SLOTS * CHECK_EVERY)
     print(
-        f"a slot of {COST_SLOTS} computed twice in every {CHECK_EVERY} steps: {twice / plain:.4f} of the processor "
+        f"a slot of {COST_SLOTS} computed twice in every {CHECK_EVERY} steps{kind}: {twice / plain:.4f} of processor "
         f"time (one slot more is {expected:.4f}), {checked / on:.4f} of the time of a step",
         flush=True,
     )
-    record("stragglers/checked/work", "s", twice, plain, note=f"one slot more is {expected:.4f}")
-    record("stragglers/checked/step", "s", checked, on)
+    record(f"stragglers/checked{kind}/work", "s", twice, plain, note=f"one slot more is {expected:.4f}")
+    record(f"stragglers/checked{kind}/step", "s", checked, on)
 
 
 if __name__ == "__main__":

@@ -289,6 +289,7 @@ def stragglers(found: Figures) -> Iterable[Sequence[str]]:
         ("the same, 1.1 million, sharded", "sharded on by default/1.1M", "1.01"),
         ("a slot of 8 computed twice in every 4 steps: processor time", "checked/work", "1.03"),
         ("the same: time of a step", "checked/step", ""),
+        ("the same with slots of 512 rows: processor time", "checked, 512 rows/work", "1.03"),
     ):
         if figure := found.get(f"stragglers/{name}"):
             yield title, amount(figure), f"{1 / figure.ratio:.3f}" if figure.ratio else "", goal
