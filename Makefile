@@ -6,8 +6,9 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraint
 RUN    := $(VENV)/.run-ready
 DEV    := $(VENV)/.dev-ready
 DOCS   := .venv-docs
+FT     := .venv-torchft
 
-.PHONY: demo test check interop gpu bench soak coverage clusters format files tables docs screenshots release clean
+.PHONY: demo test check interop gpu bench goodput soak coverage clusters format files tables docs screenshots release clean
 
 demo: $(RUN)
 	$(PY) examples/demo.py
@@ -34,6 +35,10 @@ gpu: $(DEV)
 # Stores what it measured under benchmarks/results; `python -m benchmarks.compare` shows what moved.
 bench: $(DEV)
 	$(PY) -m benchmarks
+
+# A worker killed every 5, 15 and 60 s, with torchrun and torchft: half an hour, on a machine that has nothing else to do.
+goodput: $(DEV) $(FT)/.ready
+	$(PY) -m benchmarks goodput -- --every 5 15 15 15 15 15 60 --once torchft --torchft $(FT)/bin/python
 
 soak: $(DEV)
 	$(PY) -m pytest -m soak
@@ -87,7 +92,7 @@ release: $(RUN)
 	build/try/bin/phalanx --version
 
 clean:
-	rm -rf $(VENV) $(DOCS) .mypy_cache .ruff_cache build dist src/*.egg-info
+	rm -rf $(VENV) $(DOCS) $(FT) .mypy_cache .ruff_cache build dist src/*.egg-info
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
@@ -99,6 +104,11 @@ $(RUN): pyproject.toml constraints.txt | $(PY)
 $(DEV): pyproject.toml constraints.txt | $(PY)
 	$(PIP) -e ".[dev]"
 	@touch $@ $(RUN)
+
+$(FT)/.ready: constraints.txt
+	$(PYTHON) -m venv $(FT)
+	$(FT)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torchft==0.2.0
+	@touch $@
 
 $(DOCS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)

@@ -27,7 +27,7 @@ QUICK = {
         *("--sharded-rounds", "4", "--sharded-kills", "1"),
     ],
     "fsdp": ["--rounds", "6", "--ranks", "2", "--no-memory"],
-    "goodput": ["--every", "5"],
+    "goodput": ["--every", "5", "--of", "phalanx", "torchrun"],
     "launch": ["--rounds", "3", "--recoveries", "4", "--torchrun-recoveries", "0", "--workers", "2"],
     "rendezvous": ["--nodes", "64"],
     "sampler": ["--quick"],

@@ -8,21 +8,26 @@ over. *Goodput* is the work that counts and was
 not there before, in the window, over what the undisturbed pace would have made of it: repeated steps count once, a
 job that has shrunk makes less. torchrun's script, and phalanx's job, save every ``--save-every`` steps; torchrun's goes
 on from its newest save. A job without progress for ``LIMIT`` seconds is started anew, from its newest save, and that
-is counted. torchft is measured if it can be imported; its workers are started anew by this process, at once, without
-torchrun, and what it computes with fewer workers counts as the samples that it has.
+is counted. torchft is measured if it can be imported, here or in the environment of ``--torchft PYTHON``; its workers
+are started anew by this process, at once, without torchrun, and what it computes with fewer workers counts as the
+samples that it has. A distance that is named several times is measured as often, and the median counts, with its
+extremes; who is named by ``--once`` takes part in the first of them only.
 
     python -m benchmarks.goodput [--every 5 15 60] [--slot-ms 10] [--save-every 50] [--of phalanx torchrun]
+
+``make goodput`` runs all of it, in half an hour, on a machine that has nothing else to do: torchft in an environment of
+its own, and five turns of a failure every 15 s.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -42,7 +47,8 @@ UNDISTURBED = 6.0
 """Seconds whose pace is the measure."""
 LIMIT = 20.0
 START_LIMIT = 90.0
-MIN_WINDOW, MIN_FAILURES = 20.0, 3
+MIN_WINDOW, MIN_FAILURES = 3 * LIMIT, 3
+"""Long enough that a job which hangs at the first failure is started anew within it."""
 
 
 LIGHTHOUSE = """
@@ -84,9 +90,9 @@ def window_of(every: float) -> float:
     """How long a distance of failures is measured; the k-th failure comes in the middle of the k-th distance.
 
     >>> window_of(5.0), window_of(15.0), window_of(60.0)
-    (20.0, 45.0, 60.0)
+    (60.0, 60.0, 180.0)
     """
-    return every if every >= 60 else every * max(MIN_FAILURES, round(MIN_WINDOW / every))
+    return every * max(MIN_FAILURES, round(MIN_WINDOW / every))
 
 
 def pace_of(marks: Sequence[Mark], *looks: tuple[float, float]) -> float:
@@ -122,8 +128,9 @@ class NotStarted(RuntimeError):
 class Contender:
     """One way of running the work, started in a directory of its own."""
 
-    def __init__(self, name: str, slot_seconds: float, save_every: int) -> None:
+    def __init__(self, name: str, slot_seconds: float, save_every: int, python: str = sys.executable) -> None:
         self.name = name
+        self._python = python
         self.directory = Path(tempfile.mkdtemp(prefix=f"phalanx-goodput-{name}-"))
         self._words = [str(Path(work.__file__)), name, str(self.directory), str(slot_seconds), str(save_every)]
         self._log = (self.directory / "log").open("ab")
@@ -132,7 +139,7 @@ class Contender:
         self._launched: list[subprocess.Popen[bytes]] = []
 
     def command(self) -> list[str]:
-        python = [sys.executable, "-m"]
+        python = [self._python, "-m"]
         common = [f"--nproc-per-node={work.SIZE}", "--max-restarts=10000"]
         if self.name == "phalanx":
             ours = ["--on-failure=heal", "--preload=torch._dynamo,phalanx.elastic", f"--log-dir={self.directory}"]
@@ -192,7 +199,7 @@ class TorchftContender(Contender):
     def start(self) -> None:
         address = self.directory / "lighthouse"
         address.unlink(missing_ok=True)
-        self._lighthouse = self._launch([sys.executable, "-c", LIGHTHOUSE, str(address)])
+        self._lighthouse = self._launch([self._python, "-c", LIGHTHOUSE, str(address)])
         until = time.monotonic() + START_LIMIT
         while not address.exists():
             if time.monotonic() > until or self._lighthouse.poll() is not None:
@@ -206,7 +213,7 @@ class TorchftContender(Contender):
 
     def _replica(self, number: int) -> subprocess.Popen[bytes]:
         words = {"TORCHFT_LIGHTHOUSE": self._address, "REPLICA_GROUP_ID": str(number)}
-        return self._launch([sys.executable, *self._words], **words)
+        return self._launch([self._python, *self._words], **words)
 
     def _replace(self) -> None:
         while not self._stopped.wait(0.02):
@@ -281,36 +288,60 @@ def _log_of(contender: Contender) -> str:
     return (contender.directory / "log").read_text(errors="replace")[-2000:]
 
 
-def contenders() -> list[str]:
-    return ["phalanx", "torchrun", *(["torchft"] if importlib.util.find_spec("torchft") else [])]
+NAMES = ("phalanx", "torchrun", "torchft")
+
+
+def has_torchft(python: str) -> bool:
+    return subprocess.run([python, "-c", "import torchft"], capture_output=True).returncode == 0
+
+
+def rounds_of(every: Sequence[float], names: Sequence[str], once: Sequence[str]) -> list[tuple[float, list[str]]]:
+    """Return who is measured, in which order, at each of these distances.
+
+    >>> rounds_of([15.0, 15.0, 60.0], ["a", "b", "c"], once=["c"])
+    [(15.0, ['a', 'b', 'c']), (15.0, ['b', 'a']), (60.0, ['c', 'a', 'b'])]
+    """
+    found = []
+    for number, distance in enumerate(every):
+        order = [*names[number % len(names) :], *names[: number % len(names)]]
+        found.append((distance, [name for name in order if name not in once or distance not in every[:number]]))
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--every", type=float, nargs="+", default=[5.0, 15.0, 60.0])
-    parser.add_argument("--of", nargs="+", default=contenders(), choices=contenders(), help="leave others out")
+    parser.add_argument("--of", nargs="+", default=NAMES, choices=NAMES, help="leave others out")
+    parser.add_argument("--once", nargs="+", default=(), choices=NAMES, help="measured once at each distance")
+    parser.add_argument(
+        "--torchft", default=sys.executable, metavar="PYTHON", help="of an environment that has torchft"
+    )
     parser.add_argument("--slot-ms", type=float, default=10.0)
     parser.add_argument("--save-every", type=int, default=50)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the jobs are stopped even then
-    names, chance = options.of, random.Random(0)
-    if "torchft" not in contenders():
-        print("torchft cannot be imported: without it", flush=True)
+    names, chance = list(options.of), random.Random(0)
+    if "torchft" in names and not has_torchft(options.torchft):
+        names.remove("torchft")
+        print(f"torchft cannot be imported by {options.torchft}: without it (make goodput has it)", flush=True)
+    found: dict[float, dict[str, list[Window]]] = {}
     with disturbance_told():
-        for number, every in enumerate(options.every):
-            found = {}
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                kind = TorchftContender if name == "torchft" else Contender
-                with contextlib.closing(kind(name, options.slot_ms / 1e3, options.save_every)) as contender:
+        for every, order in rounds_of(options.every, names, options.once):
+            for name in order:
+                words = (name, options.slot_ms / 1e3, options.save_every)
+                job = TorchftContender(*words, options.torchft) if name == "torchft" else Contender(*words)
+                with contextlib.closing(job) as contender:
                     try:
-                        found[name] = measure(contender, every, chance)
+                        window = measure(contender, every, chance)
                     except NotStarted as error:
                         if name == "phalanx":
                             raise
                         print(f"a failure every {every:3g} s  {error}", flush=True)
                         continue
-                show(name, every, found[name])
-            keep(found, every)
+                found.setdefault(every, {}).setdefault(name, []).append(window)
+                show(name, every, window)
+    for every, windows in found.items():
+        keep(windows, every)
 
 
 def show(name: str, every: float, window: Window) -> None:
@@ -322,17 +353,26 @@ def show(name: str, every: float, window: Window) -> None:
     )
 
 
-def keep(found: dict[str, Window], every: float) -> None:
-    """Record the shares that are lost: less is better."""
+def keep(found: dict[str, list[Window]], every: float) -> None:
+    """Record the shares that are lost, medians of all turns: less is better."""
     ours = found.get("phalanx")
     if ours is None:
         return
-    for name, window in found.items():
-        if name != "phalanx":
-            lost = (1 - ours.goodput, 1 - window.goodput)
-            note = f"kills {ours.num_failures}, {window.num_failures}; started anew {window.num_starts} times"
-            record(f"goodput/lost/{every:g} s/{name}", "of time", *lost, note=note)
-            record(f"goodput/step/{every:g} s/{name}", "s", ours.step, window.step)
+    lost = [1 - window.goodput for window in ours]
+    for name, windows in found.items():
+        if name == "phalanx":
+            continue
+        kills = f"kills {sum(one.num_failures for one in ours)}, {sum(one.num_failures for one in windows)}"
+        record(
+            f"goodput/lost/{every:g} s/{name}",
+            "of time",
+            statistics.median(lost),
+            statistics.median(1 - window.goodput for window in windows),
+            **({"low": min(lost), "high": max(lost)} if len(lost) > 1 else {}),
+            note=f"{kills}; started anew {sum(one.num_starts for one in windows)} times",
+        )
+        steps = [statistics.median(window.step for window in each) for each in (ours, windows)]
+        record(f"goodput/step/{every:g} s/{name}", "s", *steps)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
-from benchmarks import _results, checkpoint, compare, elastic, trainers
+from benchmarks import _results, checkpoint, compare, elastic, goodput, trainers
 from benchmarks.__main__ import QUICK, known
+from benchmarks._processor_shares import NoShares, ProcessorShare
 from benchmarks._results import Figure, Stored, read_figures, record, write
 from benchmarks.compare import Change, changes, compare_files, compare_trees, source_of
 from tools import tables
@@ -168,3 +171,50 @@ def test_a_job_whose_cells_do_not_settle_is_begun_anew_before_the_next_kill(monk
     elastic.strike_once(one, random.Random(0), found, limit=0.0)
     assert anew == [True]
     assert (found.num_kills["sharded"], len(found.raw["sharded"]), found.unprotected) == (1, 1, [])
+
+
+def test_goodput_of_several_turns_is_the_median_with_its_extremes(folder: Path) -> None:
+    ours = [goodput.Window(share, 0.1, 3, 0) for share in (0.97, 0.99, 0.98)]
+    theirs = [goodput.Window(share, 0.1, 3, 1) for share in (0.3, 0.1, 0.2)]
+    goodput.keep({"phalanx": ours, "torchrun": theirs, "torchft": [goodput.Window(0.5, 0.2, 3, 0)]}, 15.0)
+    found = read_figures(folder / "figures")
+    figure = found["goodput/lost/15 s/torchrun"]
+    assert (figure.ours, figure.theirs) == (pytest.approx(0.02), pytest.approx(0.8))
+    assert (figure.low, figure.high) == (pytest.approx(0.01), pytest.approx(0.03))
+    assert "kills 9, 9; started anew 3 times" in figure.note
+    head, row = tables.goodput(found)
+    assert list(head) == ["a failure every", "phalanx", "torchrun", "torchft", "goal"]
+    assert list(row)[:4] == ["15 s", "98.0% (97.0 to 99.0%)", "20.0%", "50.0%"]
+
+
+def test_every_distance_has_three_failures_and_time_to_start_a_job_that_hangs_anew() -> None:
+    for every in (5.0, 15.0, 60.0):
+        assert goodput.window_of(every) >= max(goodput.MIN_FAILURES * every, 3 * goodput.LIMIT)
+
+
+def test_who_may_give_no_shares_of_a_processor_is_told_what_is_expected(tmp_path: Path) -> None:
+    with pytest.raises(NoShares, match=r"none under .*expected a writable one with the cpu controller"):
+        ProcessorShare("mine", tmp_path)
+    (tmp_path / "cgroup.procs").touch()  # a hierarchy without the controller
+    with pytest.raises(NoShares, match=r"its groups have no cpu\.max"):
+        ProcessorShare(f"phalanx-test-{os.getpid()}", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["cgroup.procs"]
+
+
+def test_a_share_of_a_processor_is_held_and_leaves_nothing_behind() -> None:
+    name = f"phalanx-test-{os.getpid()}"
+    try:
+        share = ProcessorShare(name)
+    except NoShares as error:
+        pytest.skip(str(error))
+    try:
+        share.set(0.1)
+        until = time.thread_time() + 0.02  # of which a period of 10 ms gives 1 ms
+        while time.thread_time() < until:
+            pass
+        counts = dict(line.split() for line in (share.path / "cpu.stat").read_text().splitlines())
+        assert int(counts["nr_throttled"]) >= 5, counts
+        assert str(os.getpid()) in (share.path / "cgroup.procs").read_text().split()
+    finally:
+        share.close()
+    assert not share.path.exists()

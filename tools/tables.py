@@ -268,8 +268,11 @@ def goodput(found: Figures) -> Iterable[Sequence[str]]:
     for every in dict.fromkeys(name.split("/")[2] for name in found):
         rows = [found.get(f"goodput/lost/{every}/{other}") for other in others]
         kept = [f"{100 * (1 - figure.theirs):.1f}%" if figure and figure.theirs is not None else "" for figure in rows]
-        ours = next(figure.ours for figure in rows if figure)
-        yield every, f"{100 * (1 - ours):.1f}%", *kept, goals.get(every, "")
+        first = next(figure for figure in rows if figure)
+        ours = f"{100 * (1 - first.ours):.1f}%"
+        if first.low is not None and first.high is not None:
+            ours += f" ({100 * (1 - first.high):.1f} to {100 * (1 - first.low):.1f}%)"
+        yield every, ours, *kept, goals.get(every, "")
 
 
 def stragglers(found: Figures) -> Iterable[Sequence[str]]:
@@ -277,6 +280,8 @@ def stragglers(found: Figures) -> Iterable[Sequence[str]]:
     for title, name, goal in (
         ("four workers, one of half the speed, even slots", "even slots", ""),
         ("the same, slots by speed", "slots by speed", "1.25"),
+        ("the four compute, one with half the others' share of a core, even slots", "by cgroup, even slots", ""),
+        ("the same, slots by speed", "by cgroup, slots by speed", "1.25"),
         ("sharded: one of half the speed, even waves", "sharded, even slots", ""),
         ("sharded: it skips waves", "sharded, slots by speed", ""),
         ("sharded, slots no longer than gathers: even waves", "sharded, short even slots", ""),
@@ -284,8 +289,10 @@ def stragglers(found: Figures) -> Iterable[Sequence[str]]:
         ("on by default, over none of it: 450 parameters", "on by default/0.00044M", ""),
         ("the same, 1.1 million", "on by default/1.1M", "1.01"),
         ("the same, 9.5 million", "on by default/9.5M", "1.01"),
+        ("the same, 1.1 million, sharded", "sharded on by default/1.1M", "1.01"),
         ("a slot of 8 computed twice in every 4 steps: processor time", "checked/work", "1.03"),
         ("the same: time of a step", "checked/step", ""),
+        ("the same with slots of 512 rows: processor time", "checked, 512 rows/work", "1.03"),
     ):
         if figure := found.get(f"stragglers/{name}"):
             yield title, amount(figure), f"{1 / figure.ratio:.3f}" if figure.ratio else "", goal

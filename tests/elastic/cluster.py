@@ -128,8 +128,7 @@ class Cluster:
 
     def hold(self, step: int) -> None:
         """Let no worker pass this step, but for regroups, which need a boundary."""
-        (self.directory / ".hold").write_text(str(step))
-        (self.directory / ".hold").rename(self.directory / "hold")
+        self._write("hold", str(step))
 
     def release(self) -> None:
         (self.directory / "hold").unlink()
@@ -148,8 +147,19 @@ class Cluster:
 
     def tell(self, worker: str, wish: str) -> None:
         """Have a worker do something to itself before its next step; see ``fail`` in its script."""
-        (self.directory / f".wish-{worker}").write_text(wish)
-        (self.directory / f".wish-{worker}").rename(self.directory / f"fail-{worker}")
+        self._write(f"fail-{worker}", wish)
+
+    def lie(self, worker: str, what: str) -> None:
+        """Have a worker do something wrong; see ``lies``."""
+        self._write(f"lie-{worker}", what)
+
+    def slow_down(self, worker: str, seconds: float) -> None:
+        """Have each batch take a worker so much longer."""
+        self._write(f"slow-{worker}", str(seconds))
+
+    def _write(self, name: str, text: str) -> None:
+        (self.directory / f".{name}").write_text(text)
+        (self.directory / f".{name}").rename(self.directory / name)
 
     def resize(self, size: int) -> None:
         """Ask the agent to run another number of workers."""

@@ -10,9 +10,10 @@ import pytest
 from elastic_training import make_job, train
 
 from log_lines import read_lines
-from phalanx.comm import simulate
+from phalanx.comm import observe, simulate
 from phalanx.elastic import RunOptions, Saves
 from phalanx.elastic.audit import check, check_directory, main
+from phalanx.elastic.tools._audit_log import Audit
 
 pytestmark = pytest.mark.fast
 
@@ -33,6 +34,48 @@ def test_a_clean_log_is_clean(records):
     assert verdict.problems == []
     assert (verdict.num_steps, verdict.num_epochs, verdict.num_samples, verdict.num_dropped) == (6, 2, 140, 0)
     assert "each exactly once" in str(verdict)
+
+
+def test_the_slots_of_a_step_are_written_at_once_and_before_others_hear_of_them(tmp_path, monkeypatch):
+    writes: dict[int, list[list[str]]] = {0: [], 1: []}
+    append = Audit.append
+
+    def count(audit, *records):
+        writes[int(audit.path.stem[-1])].append([record["kind"] for record in records])
+        append(audit, *records)
+
+    monkeypatch.setattr(Audit, "append", count)
+    missing = []
+
+    def look(event):
+        if event.name == "all_to_all":
+            (path,) = tmp_path.glob(f"audit-*{event.group.rank}.jsonl")
+            lines = read_lines(path)
+            step = sum(line["kind"] == "commit" for line in lines)
+            missing.append(4 - sum((line["kind"], line.get("step")) == ("slot", step) for line in lines))
+
+    def run(group):
+        train(make_job(length=70, run=RunOptions(progress=False, log_dir=tmp_path, group=group)), epochs=1)
+
+    with observe(look):
+        simulate(2).run(run)
+    for kinds in writes.values():
+        assert [one for one in kinds if one[0] in ("slot", "commit")] == [["slot"] * 4, ["commit"]] * 3
+    assert set(missing) == {0}
+    assert check_directory(tmp_path).problems == []
+
+
+def test_what_was_computed_of_a_step_that_nobody_reduced_is_written_all_the_same(tmp_path):
+    job = make_job(length=70, run=RunOptions(progress=False, log_dir=tmp_path))
+    for step in job.steps(epochs=1):
+        for micro in step:
+            micro.backward(job.model(micro.inputs).square().mean())
+            if micro.slot == 2:
+                break
+        break
+    job.close()
+    (path,) = tmp_path.glob("audit-*")
+    assert [line["slot"] for line in read_lines(path) if line["kind"] == "slot"] == [0, 1]
 
 
 def edit(records, kind, change, **where):

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from cluster import NUM_STEPS, Cluster
 
-from phalanx.launch.events import JobWentBack, read_events
+from phalanx.launch.events import JobWentBack, WorkerHung, read_events
+from phalanx.watch import goodput
+from phalanx.watch._files import read_job_events
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -92,8 +94,11 @@ def test_rank_0_and_another_worker_killed_at_once(start, undisturbed):
     assert cluster.digests() == {undisturbed}
 
 
-def test_a_stopped_worker_is_ejected_and_replaced(start, undisturbed):
-    cluster = start(3, hang_timeout="3", max_restarts="100")  # one that only starts slowly may be taken for hung
+def test_a_stopped_worker_is_ejected_and_replaced_and_the_account_has_its_hang(start, tmp_path, undisturbed):
+    logs = tmp_path / "job0" / "logs"  # the agent's events beside the workers'
+    cluster = start(
+        3, hang_timeout="3", max_restarts="100", log_dir=str(logs)
+    )  # who starts slowly may be taken for hung
     cluster.wait_until(lambda: cluster.step() >= 10 and len(cluster.pids()) > 1, "step 10")
     stopped = list(cluster.pids())[1]
     cluster.signal(stopped, signal.SIGSTOP)
@@ -102,6 +107,13 @@ def test_a_stopped_worker_is_ejected_and_replaced(start, undisturbed):
     cluster.finish()
     assert cluster.digests() == {undisturbed}
     assert "it is stopped (by SIGSTOP" in cluster.text()
+    events = list(read_job_events(logs))
+    hangs = [event for event in events if isinstance(event, WorkerHung)]
+    assert stopped in [event.worker_id for event in hangs]
+    account = goodput(events)
+    assert sum(account.parts.values()) == account.total
+    assert account.parts["hang"] >= 1e6 * 3 * len(hangs) * 0.999
+    assert account.num_failures >= len(hangs)
 
 
 def test_a_worker_joins_and_another_leaves_politely(start, undisturbed):

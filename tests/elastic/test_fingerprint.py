@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import sharded_training
 import torch
+from cluster import NUM_STEPS, SCRIPT, Cluster
 from scripted_world import Die, World
 from torch.nn import functional as F
 
@@ -122,3 +126,29 @@ def test_only_digests_travel():
     _, largest = simulate(3).run(train)[0]
     model = sharded_training.build(sharded=False)
     assert 0 < largest < sum(p.numel() * p.element_size() for p in model.parameters()) / 2
+
+
+@pytest.mark.timeout(400)
+def test_a_sharded_job_of_processes_has_the_fingerprints_of_one_process_over_a_loss(tmp_path):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    subprocess.run(
+        [sys.executable, str(SCRIPT), str(alone), str(NUM_STEPS), "0", "--fingerprint=20"], check=True, timeout=300
+    )
+    cluster = Cluster(tmp_path / "job", 3, hold=30, script_flag="--fingerprint=20 --copies=2")
+    try:
+        cluster.wait_workers(3)
+        cluster.wait_step(30)
+        killed = cluster.newest_round()[1]
+        cluster.signal(killed)
+        cluster.wait_until(lambda: killed not in cluster.newest_round(), "a round without it")
+        cluster.wait_workers(3)
+        cluster.release()
+        cluster.finish()
+    finally:
+        cluster.close()
+    for step in (20, 40, 60):
+        one, three = ((directory / f"fingerprint-{step}").read_text() for directory in (alone, tmp_path / "job"))
+        assert three == f"{one.removesuffix(' of 1')} of 3"
+    assert cluster.digests() == {(alone / "digest-rank0").read_text()}
+    assert len({(alone / f"fingerprint-{step}").read_text() for step in (20, 40, 60)}) == 3

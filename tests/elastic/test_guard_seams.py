@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from log_lines import read_lines
-from phalanx.comm import simulate
+from phalanx.comm import observe, simulate
 from phalanx.elastic import DataOptions, Guard, Job, NonFinite, Outcome, RunOptions
 from phalanx.elastic._guarding import are_finite, is_finite
 from phalanx.elastic.reduce._divide import can_look, divide
@@ -137,11 +137,27 @@ def test_what_the_loop_does_to_reduced_gradients_counts_even_if_they_were_looked
     assert outcomes == [Outcome.APPLIED] * NUM_STEPS
 
 
-def test_a_guard_costs_no_bit_and_no_collective_with_weights_of_any_size():
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_guard_costs_no_bit_and_no_collective_with_weights_of_any_size(size):
     for num_slots in (4, 6):
-        guards = [Guard(), Guard(nonfinite="ignore"), Guard(nonfinite="skip", spike=50)]
-        found = [train(make(num_slots=num_slots, guard=guard)) for guard in guards]
-        assert len({digest for _, digest in found}) == 1
+        found = []
+        for guard in (Guard(), Guard(nonfinite="ignore"), Guard(nonfinite="skip", spike=50)):
+            told: list[str] = []
+
+            def run(group, guard=guard, num_slots=num_slots):
+                return train(make(group, num_slots=num_slots, guard=guard))
+
+            with observe(lambda event, told=told: told.append(event.name) if event.group.rank == 0 else None):
+                _, digest = run(None) if size is None else simulate(size).run(run)[0]
+            found.append((digest, told))
+        assert found[0] == found[1] == found[2]
+        assert found[0][1].count("all_to_all") == (0 if size is None else NUM_STEPS)
+
+
+def test_nobody_looks_where_nobody_wants_to_know():
+    flat = torch.tensor([4.0, INF])
+    assert divide([flat], 4.0, looks=False) is None
+    assert flat.tolist() == [1.0, INF]
 
 
 def test_two_reactions_to_one_job_are_told_in_order_with_step_and_reason(tmp_path):

@@ -11,7 +11,7 @@ from sharded_training import make_job, weights
 from sharded_world import COMMIT_POINT, ShardedWorld
 from torch.nn import functional as F
 
-from phalanx.comm import simulate
+from phalanx.comm import observe, simulate
 from phalanx.comm.faults import lose_result_at, play
 from phalanx.elastic import Guard, LossSpike, NonFinite, Outcome, RunOptions, Saves
 from phalanx.elastic._sharded_guarding import ShardedGuarding
@@ -257,3 +257,27 @@ def test_who_missed_the_commit_point_leaves_the_step_out_as_those_did_who_passed
     assert (3, "skipped") in world.told["a"].outcomes
     assert (3, "adopted") in world.told["b"].outcomes
     check_left_out(world)
+
+
+def test_a_guard_costs_no_bit_and_no_collective_of_a_step():
+    def collectives_of_steps(group, guard):
+        job, told = make_job(group=group, copies=2, guard=guard, is_random=False), []
+        for step in job.steps(max_steps=3):
+            with observe(lambda event: told.append(event.name) if event.group.rank == group.rank else None):
+                for micro in step:
+                    micro.backward(F.cross_entropy(job.model(micro.inputs), micro.targets))
+                step.commit(max_grad_norm=0.5)
+        return told.count("all_gather_into_tensor"), sorted(told), weights(job)
+
+    guards = (Guard(), Guard(nonfinite="ignore"), Guard(nonfinite="skip", spike=1e6))
+    on, off, all_of_it = (simulate(2).run(collectives_of_steps, guard)[0] for guard in guards)
+    assert on == off == all_of_it
+    assert on[0] >= 3, "the commit points among them"
+
+
+@pytest.mark.parametrize("spoiled", [(0.0, NAN), (NAN, 1.0)], ids=["loss and gradient", "loss"])
+def test_a_job_without_a_guard_takes_what_comes_as_the_unsharded_job_does(spoiled):
+    arguments = (Guard(nonfinite="ignore"), {1: spoiled}, 3, None, None)
+    expected = run(None, False, *arguments)
+    assert expected[0] == [Outcome.APPLIED] * 3
+    assert simulate(2).run(run, True, *arguments) == [expected] * 2

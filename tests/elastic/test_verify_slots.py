@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 
@@ -18,8 +19,9 @@ from torch.nn import functional as F
 from log_lines import read_lines
 from phalanx.comm import Group, simulate
 from phalanx.elastic import NobodyDecides, RunOptions, VerifySlots
+from phalanx.elastic._bit_digests import BLOCK, MessageDigests, digest_of
 from phalanx.elastic._verify_slots import SlotCheck, StepDigests, WrongKind, judge, plan_check
-from phalanx.elastic._verifying import BLOCK, MessageDigests, digest_of, locate_block
+from phalanx.elastic._verifying import locate_block
 from phalanx.elastic.audit import check_directory
 from phalanx.elastic.checkpoint._stream import StateDamaged, receive_state, send_state
 from phalanx.elastic.reduce._deal import even_deal, ranges_of
@@ -238,7 +240,9 @@ def test_two_workers_that_differ_stop_the_job():
             computed(slot, grads, sums)
 
         job.verifying.computed = take
-        with pytest.raises(NobodyDecides, match=r"workers differ in the slot \d: inner.*cannot be said who is wrong"):
+        with pytest.raises(
+            NobodyDecides, match=r"workers rank\d and rank\d differ in the slot \d: inner.*cannot be said who is wrong"
+        ):
             train(job, max_steps=1)
         return job.step
 
@@ -291,15 +295,28 @@ def undisturbed_sharded() -> str:
     return sharded_training.weights(job)
 
 
+def wrong_sharded_weights(job, step):
+    flip(next(p.tensor for p in job.sharding.store.pieces if job.sharding.name_of(p.key) == "middle.0.weight"))
+
+
+def wrong_buffer(job, step):
+    flip(job.model.drift)
+
+
 @pytest.mark.parametrize(
-    ("hurt", "what", "parameter"),
-    [(wrong_sharded_gradient, "slot", "first.bias"), (wrong_message, "message", "a message of gradients")],
+    ("hurt", "what", "parameter", "element"),
+    [
+        (wrong_sharded_gradient, "slot", "first.bias", 0),
+        (wrong_message, "message", "gradients of middle.0.weight, .*", -1),
+        (wrong_sharded_weights, "weights", "middle.0.weight", 0),
+        (wrong_buffer, "weights", "drift", 2),
+    ],
 )
 def test_a_wrong_worker_of_a_sharded_job_is_named_and_the_others_end_with_the_right_bits(
-    tmp_path, monkeypatch, undisturbed_sharded, hurt, what, parameter
+    tmp_path, monkeypatch, undisturbed_sharded, hurt, what, parameter, element
 ):
     world = ShardedWorld(tmp_path, monkeypatch)
-    world.verify_slots = VerifySlots(every=1)
+    world.verify_slots, world.copies = VerifySlots(every=1), 3
     slots = [even_waves(8, 3).slots_of(rank) for rank in range(3)]
     bad = next(s for s in range(2, 8) if plan_check(world.verify_slots, 0, s, slots).first == 1)
 
@@ -318,9 +335,36 @@ def test_a_wrong_worker_of_a_sharded_job_is_named_and_the_others_end_with_the_ri
     assert results["a"] == results["c"] == undisturbed_sharded
     (event,) = [e for p in tmp_path.glob("events-*") for e in read_lines(p) if e["event"] == "wrong_bits"]
     assert (event["step"], event["what"], event["culprit"]) == (bad, what, "b")
-    assert event["parameter"] == parameter
+    assert re.fullmatch(parameter, event["parameter"]), event
+    assert event["element"] == element
+    assert len(set(event.get("values", ()))) == (2 if parameter == "drift" else 0)
     verdict = check_directory(tmp_path)
     assert (verdict.problems, verdict.num_steps) == ([], 8)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_of_two_copies_nobody_can_say_which_is_wrong_and_one_alone_is_not_looked_at(copies):
+    def run(group):
+        job = sharded_training.make_job(
+            group=group, copies=copies, verify_slots=VerifySlots(every=2), is_random=False, kind="sgd"
+        )
+        for step in job.steps(max_steps=2):
+            for micro in step:
+                micro.backward(F.cross_entropy(job.model(micro.inputs), micro.targets))
+            step.commit()
+            if step.number == 0 and group.rank == 1:
+                flip(job.sharding.store.pieces[0].tensor)
+        return job.step
+
+    if copies == 1:
+        assert simulate(3).run(run) == [2] * 3
+        return
+    with pytest.raises(
+        Exception, match=r"step 1: workers rank\d and rank\d differ in the weights: \S+ differs at"
+    ) as e:
+        simulate(3).run(run)
+    assert isinstance(e.value.__cause__, NobodyDecides)
+    assert "of three copies or more (Job(copies=3)) most decide. Nothing of the step was applied" in str(e.value)
 
 
 def verified_sharded(group, every):

@@ -8,8 +8,9 @@ whose commit it dies, ``send-WORKER`` the step in whose backward pass it dies, w
 ``fail-WORKER`` says what a worker does to itself, once, and ``cut-WORKER`` that its connections to the others end
 before every step. ``--copies=K`` shards the model; ``--save`` saves every 5 steps (``--save=N``: N), ``--gloo`` leaves
 shared memory alone, ``--overlap`` sends gradients while they come, ``--timeout=S`` is the group's. ``--verify`` has
-every step checked, and ``lie-WORKER`` names the step before which a bit of a worker's weights changes; ``--spike=N``
-makes the loss of step N explode, and goes back from there.
+every step checked, and ``lie-WORKER`` says what a worker does wrong (``lies``); ``slow-WORKER`` says how many seconds
+longer each of its batches takes, and ``--still`` leaves slots where they are all the same. ``--fingerprint=N`` takes
+one after every N steps. ``--spike=N`` makes the loss of step N explode, and goes back from there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-import torch
+import lies
 from elastic_training import make_job
 from torch.nn import functional as F
 
@@ -37,6 +38,7 @@ def main() -> None:
     while (directory / "closed").exists():
         time.sleep(0.01)
     every = next((int(w.partition("=")[2] or 5) for w in sys.argv if w.startswith("--save")), 0)
+    compared = next((int(w.partition("=")[2]) for w in sys.argv if w.startswith("--fingerprint=")), 0)
     saves = Saves(directory=directory / "saves", every=every) if every else None
     if "--gloo" in sys.argv:
         _auto.choose = lambda identities: _auto.TransportChoice("gloo", "the test says so")
@@ -50,7 +52,13 @@ def main() -> None:
     job = make_job(
         copies=copies,
         run=RunOptions(
-            log_dir=directory / "logs", progress=False, threads=1, verify=True, timeout=timeout, overlap=overlap
+            log_dir=directory / "logs",
+            progress=False,
+            threads=1,
+            verify=True,
+            timeout=timeout,
+            overlap=overlap,
+            balance="--still" not in sys.argv,
         ),
         saves=saves,
         verify_slots=VerifySlots(every=1) if "--verify" in sys.argv else None,
@@ -62,19 +70,25 @@ def main() -> None:
     put(directory / f"pid-{job.worker_id}", f"{os.getpid()} {started}")
     for step in job.steps(max_steps=num_steps):
         hold(job, step.number, directory)
-        if is_due(directory / f"lie-{job.worker_id}", step.number):
-            job.model.extra.detach()[1:2].view(torch.int32).bitwise_xor_(1)
+        lie = lies.Lie.of(directory / f"lie-{job.worker_id}")
+        lies.before_step(job, lie, step.number)
+        longer = seconds_in(directory / f"slow-{job.worker_id}")
         if spike is not None:
             job.saving.wait_idle()  # which save is the last good one must not be left to the speed of the disk
         with dying_in_the_middle(job, step.number, directory):
             for micro in step:
-                loss = F.cross_entropy(job.model(micro.inputs), micro.targets)
+                output = lies.of_output(lie, step.number, micro.slot, job.model(micro.inputs))
+                loss = F.cross_entropy(output, micro.targets)
                 micro.backward(loss * 1000 if step.number == spike else loss)
-                time.sleep(pace)
+                time.sleep(pace + longer)
         with missing_the_end(job, step.number, directory):
             outcome = step.commit(max_grad_norm=1.0)
         if outcome:
             job.mean.update(job.model)
+        if outcome and compared and not job.step % compared:
+            found = job.fingerprint()
+            if found is not None and job.is_writer:
+                put(directory / f"fingerprint-{found.step}", f"{found.digest} of {found.num_workers}")
         if is_due(directory / f"die-{job.worker_id}", step.number):
             os.kill(os.getpid(), signal.SIGKILL)
     put(directory / f"made-{job.worker_id}", str(job.pool.num_made))
@@ -103,6 +117,10 @@ def hold(job: Job, step: int, directory: Path) -> None:
             return
         job.regrouping.coordinator.report(job.step)
         time.sleep(0.01)
+
+
+def seconds_in(path: Path) -> float:
+    return float(path.read_text()) if path.exists() else 0.0
 
 
 def is_due(wish: Path, step: int) -> bool:

@@ -270,6 +270,23 @@ def test_a_budget_that_is_used_up_is_an_event(launcher, tmp_path):
     assert event.reason in agent.output, "and a sentence"
 
 
+def test_a_restart_is_free_again_when_its_window_has_passed(launcher, tmp_path):
+    """With a total of one restart the second failure would end the job; the script makes it come after the window."""
+    script = f"""
+        echo >> {tmp_path}/starts
+        case $(wc -l < {tmp_path}/starts) in
+            1) exit 3 ;;
+            2) sleep 3; exit 3 ;;
+        esac
+    """
+    agent = launcher.run("--max-restarts", 1, "--restart-window", 2, f"--log-dir={tmp_path / 'log'}",
+                         "--no-python", "sh", "-c", script)  # fmt: skip
+    assert agent.wait() == 0, agent.output
+    assert len((tmp_path / "starts").read_text()) == 3
+    (path,) = (tmp_path / "log").rglob("events.jsonl")
+    assert [event for event in read_events(path) if isinstance(event, LimitReached)] == []
+
+
 FAILING_NODE = """
 import os, sys, time
 with open(sys.argv[1] + "/starts", "a") as file:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
-from tests.preemption.metadata_services import Aws, serving
+from tests.preemption.metadata_services import Aws, Azure, Gcp, serving
 
 from phalanx.launch.agent._departure import Departure
 from phalanx.launch.agent._notices import NoticeWatch
@@ -69,7 +69,7 @@ def test_the_first_notice_is_passed_on_and_no_problem_is_taken_for_one(caplog):
     assert sum("can be asked for notices again" in line for line in said) == 1
 
 
-def test_an_agent_hears_of_an_interruption_from_a_service_that_was_away_at_first():
+def test_an_interruption_is_heard_of_from_a_service_that_was_away_at_first():
     cloud, heard = Aws(), Heard()
     with serving(cloud) as service:
         cloud.values["spot/instance-action"] = "<html>"
@@ -190,3 +190,72 @@ def test_a_job_that_is_given_notice_as_a_whole_saves_and_its_exit_code_names_the
     assert agent.wait() == 128 + signal.SIGUSR1, agent.output
     assert "this node was given notice (slurm: the agent got SIGUSR1)" in agent.output
     assert len(list((tmp_path / "saves").glob("step-*"))) == 1, "all were told: the job saved, once"
+
+
+ASKED = ("--leave-signal", "SIGUSR2")  # what the script waits for
+
+
+def aws_stops(cloud: Aws) -> None:
+    cloud.values["spot/instance-action"] = '{"action": "terminate", "time": "2017-09-18T08:22:00Z"}'
+
+
+def gcp_stops(cloud: Gcp) -> None:
+    cloud.values["preempted"] = "TRUE"
+
+
+def azure_stops(cloud: Azure) -> None:
+    cloud.add("Preempt", "vm_1")
+
+
+@pytest.mark.parametrize(
+    ("name", "cloud", "stop", "reason"),
+    [
+        ("aws", Aws(), aws_stops, "AWS will terminate this instance"),
+        ("gcp", Gcp(), gcp_stops, "Google Cloud preempts this instance"),
+        ("azure", Azure(), azure_stops, "Azure"),
+    ],
+)
+def test_a_job_leaves_when_its_cloud_says_so(launcher, tmp_path, wait_for, name, cloud, stop, reason):
+    """From the metadata service to the save and the exit code, through a real agent."""
+    script = tmp_path / "trains.py"
+    script.write_text(TRAINS)
+    with serving(cloud) as service:
+        agent = launcher.run("--on-failure", "heal", f"--notice={name}:{service.url}", *ASKED, script, tmp_path)
+        wait_for((tmp_path / "ready").exists, "the first steps", agent)
+        wait_for(lambda: len(service.asked) > 2, "questions that are answered with no", agent)
+        assert not agent.has_ended
+        assert "was given notice" not in agent.output
+        stop(cloud)
+        assert agent.wait() == 0, agent.output
+    assert f"this node was given notice ({name}: {reason}" in agent.output, agent.output
+    assert len(list((tmp_path / "saves").glob("step-*"))) == 1, "all were told: the job saved, once"
+
+
+def test_a_job_leaves_when_a_function_of_the_user_says_so(launcher, tmp_path, wait_for):
+    """Found beside the script, where the agent was started."""
+    (tmp_path / "trains.py").write_text(TRAINS)
+    (tmp_path / "our_scheduler.py").write_text(
+        "from pathlib import Path\n"
+        f"def says_leave():\n    return 'drained' if Path({str(tmp_path / 'drain')!r}).exists() else None\n"
+    )
+    agent = launcher.run(
+        "--on-failure", "heal", "--notice=call:our_scheduler:says_leave", *ASKED, tmp_path / "trains.py", tmp_path,
+        cold=True,
+        PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+    )  # fmt: skip
+    wait_for((tmp_path / "ready").exists, "the first steps", agent)
+    (tmp_path / "drain").touch()
+    assert agent.wait() == 0, agent.output
+    assert "this node was given notice (call:our_scheduler:says_leave: drained)" in agent.output, agent.output
+    assert len(list((tmp_path / "saves").glob("step-*"))) == 1
+
+
+def test_a_pod_that_is_deleted_leaves_and_its_exit_code_is_that_of_the_signal(launcher, tmp_path, wait_for):
+    script = tmp_path / "trains.py"
+    script.write_text(TRAINS)
+    agent = launcher.run("--on-failure", "heal", "--notice=kubernetes:60", *ASKED, script, tmp_path)
+    wait_for((tmp_path / "ready").exists, "the first steps", agent)
+    os.kill(agent.pid, signal.SIGTERM)
+    assert agent.wait() == 128 + signal.SIGTERM, agent.output
+    assert "this node was given notice (kubernetes: the agent got SIGTERM" in agent.output, agent.output
+    assert len(list((tmp_path / "saves").glob("step-*"))) == 1

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from phalanx.elastic.membership._rounds import Membership
 from phalanx.elastic.reduce._deal import better_deal, even_deal, span
 from phalanx.elastic.reduce._reduction import Reduction
@@ -60,7 +62,8 @@ class Dealing:
         """Seconds that a slot takes on each worker, as far as this one knows."""
         self._job = job
         self._is_on = is_on and (job.sharding is None or job.sharding.tensor_groups is None)
-        self._steps: deque[list[float]] = deque(maxlen=WINDOW)
+        self._steps: deque[Tensor | Sequence[float]] = deque(maxlen=WINDOW)
+        """The seconds of the last steps: of each slot, of a sharded job of each worker."""
         self._waves: deque[float] = deque(maxlen=WINDOW)
         """What all waves of each of these steps took, of a sharded job."""
         self._wave_costs: dict[bool, float] = {}
@@ -82,30 +85,38 @@ class Dealing:
             if sizes is not None:
                 self._use(sizes, seconds)
 
-    def note(self, seconds: Sequence[float], step: Step) -> None:
-        """Note what the slots of a reduced step took."""
-        if self._can_deal:
-            self.note_pace(pace_of(self._job.regrouping.reduction.sizes, seconds), step)
+    def note(self, seconds: Tensor, step: Step) -> None:
+        """Note what each slot of a reduced step took."""
+        if self._counts(step):
+            self._steps.append(seconds.clone())
+            self._since += 1
 
-    def note_pace(self, seconds: Sequence[float], step: Step, waves: float = 0.0) -> None:
-        """Note what a slot of a reduced step took on each worker, and what all waves of a sharded one took."""
-        is_full = step.num_samples == self._job.num_slots * self._job.slot_batch_size  # else slots are of several sizes
-        if self._can_deal and is_full:
-            self._steps.append(list(seconds))
+    def note_pace(self, seconds: Sequence[float], step: Step, waves: float) -> None:
+        """Note what a slot of a sharded step took on each worker, and what all its waves took."""
+        if self._counts(step):
+            self._steps.append(seconds)
             self._waves.append(waves)
             self._since += 1
+
+    def _counts(self, step: Step) -> bool:
+        """Return whether a step is one of those that are compared: its slots are all of one size."""
+        return self._can_deal and step.num_samples == self._job.num_slots * self._job.slot_batch_size
 
     def cross_boundary(self) -> None:
         """Between two steps: deal anew if that pays. Looked at once in a window: each step need not pay for it."""
         if self._since < self._settle or self._since % WINDOW or len(self._steps) < WINDOW:
             return
-        seconds = [median(column) for column in zip(*self._steps, strict=True)]
+        seconds = [median(column) for column in zip(*map(self._pace_in, self._steps), strict=True)]
         if min(seconds) <= 0:
             return  # a clock too coarse for these steps
         self.pace = dict(zip(self._job.regrouping.membership.workers, seconds, strict=True))
         if self._deal_anew(seconds):
             self._settle, self._since = min(2 * self._settle, MAX_SETTLE), 0
             self._clear()
+
+    def _pace_in(self, step: Tensor | Sequence[float]) -> Sequence[float]:
+        """Return what a slot took on each worker in a step that was noted; sizes are what they were then."""
+        return pace_of(self._job.regrouping.reduction.sizes, step.tolist()) if isinstance(step, Tensor) else step
 
     def _clear(self) -> None:
         self._steps.clear()

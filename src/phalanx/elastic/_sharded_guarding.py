@@ -84,6 +84,10 @@ class ShardedGuarding(Guarding):
         is_bad, self._is_bad = self._is_bad, False
         return self._trace.take_code() | (BAD_GRADIENT if is_bad else 0)
 
+    def holds_finite(self) -> bool:
+        """Return whether the reduced gradient of all that this worker holds is finite."""
+        return all(is_finite(held.grad) for held in self._sharding.store.sections.values())
+
     def bad_grads(self) -> tuple[str, ...]:
         """Return the parameters whose reduced gradient is not finite, on any worker; all workers call it."""
         sharding = self._sharding

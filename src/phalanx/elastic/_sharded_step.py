@@ -29,6 +29,7 @@ from phalanx.elastic._sharded_guarding import Findings, ShardedGuarding
 from phalanx.elastic._sharded_verifying import ShardedVerifying
 from phalanx.elastic._step import Micro, Outcome, Step
 from phalanx.elastic.membership._lost import LOST
+from phalanx.elastic.reduce._divide import divide
 from phalanx.elastic.sharded._mirroring import spread_gradients
 from phalanx.elastic.sharded._scaled_update import clip, unscale, update_scaled
 from phalanx.elastic.sharded._slot_numbers import SlotRow, StepNumbers, exchange_buffers, exchange_numbers
@@ -232,6 +233,7 @@ class ShardedStep(Step):
     def _exchange(self) -> StepNumbers:
         """Make this worker prepared."""
         job, sharding = self.job, self._sharding
+        job.audit.write_computed()
         if sharding.passes.lost is not None:
             raise sharding.passes.lost
         job.regrouping.check()
@@ -280,9 +282,8 @@ class ShardedStep(Step):
         sums, store = numbers.sums, self._sharding.store
         weight = sums["weight"]
         if weight > 0:
-            if weight != 1.0:
-                for held in store.sections.values():
-                    held.grad.div_(weight)
+            grads = [held.grad for held in store.sections.values()]
+            self.is_known_finite = bool(divide(grads, weight, looks=self._guarding.is_on))
             self.loss = sums["loss"] / weight
         for piece in store.pieces:
             number = self._sharding.number_of(piece.key)
@@ -298,10 +299,13 @@ class ShardedStep(Step):
     def commit(self, max_grad_norm: float | None = None) -> Outcome:
         if self.outcome is Outcome.APPLIED:
             raise RuntimeError(f"step {self.number} is committed already")
+        is_reduced = self.numbers is not None
         if not self.reduce():
             assert self.outcome is not None, "a step that is not reduced was dropped or adopted"
             return self.outcome
         job = self.job
+        if is_reduced or job.scaler is not None:
+            self.is_known_finite = False  # what is there now counts: the loop's, or without the scale
         self._max_norm = max_grad_norm
         try:
             self.verdict = self._pass_commit_point()
@@ -386,6 +390,7 @@ class ShardedStep(Step):
             sharding.store,
             [one for one, counts in zip(sharding.trained, sharding.in_norm, strict=True) if counts],
             [used for used, counts in zip(self.numbers.used, sharding.in_norm, strict=True) if counts],
+            is_finite=self.is_known_finite or not self._guarding.is_on or self._guarding.holds_finite(),
             found_inf=self._found_inf,
             with_norm=self._max_norm is not None or self._guarding.wants_norm,
         )

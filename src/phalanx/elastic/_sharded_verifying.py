@@ -6,12 +6,12 @@ of its own at the end of the step, by a second one, whose gradients go nowhere. 
 they are sent and where they arrive, and so are the gradients that owners send to mirrors.
 
 Before the worker is prepared all tell each other their digests and judge alike (``judge``); what follows is as in the
-job of whole replicas. Weights are not compared here: ``Job.fingerprint`` does that, with every copy of every cell.
+job of whole replicas. Weights are compared where several hold them: of each cell that of all its holders, of buffers
+that of all workers. What only one worker holds nobody can check.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from phalanx.elastic._bit_digests import MessageDigests, digest_of, digests_of, joined
 from phalanx.elastic._verify_slots import StepDigests, VerifySlots, WrongKind, WrongWorker, judge, plan_check
-from phalanx.elastic._verifying import MessageDigests, Verifying, digest_of
+from phalanx.elastic._verifying import Verifying, first_difference
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
@@ -82,8 +83,7 @@ class ShardedVerifying(Verifying):
 
     def _note(self, names: Sequence[str], index: int, grad: Tensor) -> None:
         assert self._found is not None, "a slot is watched"
-        blocks = grad.detach().reshape(-1).split(BLOCK)
-        self._found.setdefault(names[index], []).extend(map(digest_of, blocks))
+        self._found.setdefault(names[index], []).extend(digests_of(grad, BLOCK))
 
     def computed_slot(self, sums: dict[str, float]) -> None:
         """The slot is over: watch no more, and note its numbers if it was watched."""
@@ -108,7 +108,13 @@ class ShardedVerifying(Verifying):
         if check is None:
             return False
         assert self._messages is not None, "a step that is checked"
-        mine = StepDigests(slot=_joined(self._found), sent=self._messages.of_sent, received=self._messages.of_received)
+        mine = StepDigests(
+            weights=joined([digest_of(buffer) for _, buffer in self._job.buffers.at_start()]),
+            slot=_joined(self._found),
+            sent=self._messages.of_sent,
+            received=self._messages.of_received,
+            cells=self._cells(),
+        )
         found = [StepDigests.of(one) for one in group.all_gather_values(asdict(mine))]
         wrong = judge(check, found, is_trial=self._trial is not None)
         if wrong is None:
@@ -117,27 +123,50 @@ class ShardedVerifying(Verifying):
         if wrong.kind is WrongKind.SLOT and self._trial is None and check.third >= 0:
             self._trial = self._place
             return True
-        parameter, element = self._first_difference(group, wrong)
+        parameter, element, values = self._first_difference(group, wrong)
         self._found = None
-        raise self._part(step, check, wrong, group, parameter, element, ())
+        raise self._part(step, check, wrong, group, parameter, element, values)
 
-    def _first_difference(self, group: Group, wrong: WrongWorker) -> tuple[str, int]:
-        """Return the parameter that two workers have other gradients of, and the element at which the block begins."""
+    def _cells(self) -> dict[str, str]:
+        """Digest the weights of each cell that is held here, as the step begins with them."""
+        found: dict[str, list[str]] = {}
+        for cell, _, _, values in self._sharding.store.held_weights():
+            found.setdefault(str(cell), []).append(digest_of(values))
+        return {cell: joined(digests) for cell, digests in found.items()}
+
+    def _first_difference(self, group: Group, wrong: WrongWorker) -> tuple[str, int, tuple[str, ...]]:
+        """Return the parameter in which two workers differ, the element at which the block begins, and the values if
+        they are of a buffer. All workers call it."""
         if wrong.kind is WrongKind.MESSAGE:
-            return "a message of gradients", -1
-        told = group.all_gather_values(self._found or {})
-        one, other = told[wrong.odd], told[wrong.right]
+            assert self._messages is not None, "a step that is checked"
+            told = group.all_gather_values(self._messages.kinds[wrong.right] if group.rank == wrong.odd else [])
+            return told[wrong.odd][wrong.block], -1, ()
+        if wrong.kind is WrongKind.WEIGHTS and wrong.cell < 0:
+            return first_difference(group, list(self._job.buffers.at_start()), wrong.odd, wrong.right)
+        mine, begins = self._blocks_of(wrong.cell) if wrong.cell >= 0 else (self._found or {}, {})
+        told = group.all_gather_values([mine, begins])
+        (one, places), (other, _) = told[wrong.odd], told[wrong.right]
         for name in {**other, **one}:
             if one.get(name) == other.get(name):
                 continue
             pairs = zip(one.get(name, ()), other.get(name, ()), strict=False)
             block = next((at for at, (a, b) in enumerate(pairs) if a != b), -1)
-            return name, block * BLOCK if block >= 0 and name != LOSS else -1
+            return name, places.get(name, 0) + block * BLOCK if block >= 0 and name != LOSS else -1, ()
         raise AssertionError("the joined digests differ")
+
+    def _blocks_of(self, number: int) -> tuple[dict[str, list[str]], dict[str, int]]:
+        """Return the digests of the parameters' parts in a cell, by blocks, and where each part begins."""
+        found: dict[str, list[str]] = {}
+        begins: dict[str, int] = {}
+        first = {parameter.key: parameter.extent[0] for parameter in self._sharding.units.parameters}
+        for cell, key, begin, values in self._sharding.store.held_weights():
+            if cell == number:
+                name = self._sharding.name_of(key)
+                found[name], begins[name] = digests_of(values, BLOCK), begin - first[key]
+        return found, begins
 
 
 def _joined(found: dict[str, list[str]] | None) -> str:
     if found is None:
         return ""
-    text = "".join(f"{name}:{''.join(found[name])};" for name in sorted(found))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return joined([word for name in sorted(found) for word in (name, *found[name])])

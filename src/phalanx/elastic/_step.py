@@ -290,6 +290,7 @@ class Step:
             wishes = job.regrouping.wishes(is_again=job.guarding.is_again)
             if self._partials.pieces:  # a worker without slots has nothing to let them ride on; its store keys tell
                 self._partials.pieces[0][1].scalars.add_(wishes)
+            job.audit.write_computed()
             job.clock.lap(COMPUTE)
             job.regrouping.coordinator.waiting(True)
             if self._sending is None:
@@ -359,14 +360,14 @@ class Step:
         used = root.used.tolist()
         weight = sums["weight"]
         if weight > 0:
-            self.is_known_finite = bool(divide(root.summed_grads(), weight))
+            self.is_known_finite = bool(divide(root.summed_grads(), weight, looks=self.job.guarding.is_on))
             self.loss = sums["loss"] / weight
         for param, grad, count in zip(self.job.params, root.grads, used, strict=True):
             param.grad = grad if count else None
         self.num_samples = int(sums["samples"])
         self.wish, self.num_leaving = sums["wish"] > 0, int(sums["leaving"])
         self.is_again = sums["again"] > 0
-        self.job.dealing.note(root.times[0].tolist(), self)
+        self.job.dealing.note(root.times[0], self)
 
     def commit(self, max_grad_norm: float | None = None) -> Outcome:
         """Apply the update; model, optimizer, scheduler and data position move together.
@@ -446,6 +447,7 @@ class Step:
         self.num_samples = sum(len(sampler.indices(self.number, slot)) for slot in range(job.num_slots))
 
     def _drop(self) -> None:
+        self.job.audit.write_computed()
         self._partials.drop()
         self.job.buffers.restore()
         for param in self.job.params:

@@ -3,7 +3,8 @@
 Owns the choice (``VerifySlots``), ``plan_check``, which all workers make alike from seed, step and deal, and ``judge``,
 which all make alike from what each of them found. What they find is measured in ``_verifying``.
 
-Rules of ``judge``: weights and sums that should be equal everywhere: who has other ones than most is wrong. A message:
+Rules of ``judge``: weights and sums that should be equal everywhere, or on all holders of a cell: who has other ones
+than most is wrong. A message:
 who received something other than what was sent. A slot: the second worker's bits against the first's tell that one is
 wrong, a third worker's tell which.
 """
@@ -75,6 +76,7 @@ class StepDigests:
     """What one worker found in a step that is checked, as digests.
 
     ``sent`` and ``received`` have a list for each worker: of each bucket, the digests of the blocks of the message.
+    ``cells`` has those of the weights of each cell that a worker of a sharded job holds, by its number.
     """
 
     weights: str = ""
@@ -82,6 +84,7 @@ class StepDigests:
     slot: str = ""
     sent: Sequence[Sequence[str]] = field(default_factory=tuple)
     received: Sequence[Sequence[str]] = field(default_factory=tuple)
+    cells: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> StepDigests:
@@ -105,6 +108,8 @@ class WrongWorker:
     is_known: bool = True
     block: int = -1
     """Of a message: the first block that differs."""
+    cell: int = -1
+    """Of the weights of a sharded job: the first cell that differs."""
 
 
 def judge(check: SlotCheck, found: Sequence[StepDigests], *, is_trial: bool = False) -> WrongWorker | None:
@@ -112,11 +117,14 @@ def judge(check: SlotCheck, found: Sequence[StepDigests], *, is_trial: bool = Fa
 
     >>> good, bad = StepDigests(weights="a", total="t"), StepDigests(weights="b", total="t")
     >>> judge(SlotCheck(slot=0, first=0, second=1), [good, bad, good])
-    WrongWorker(kind=<WrongKind.WEIGHTS: 'weights'>, odd=1, right=0, is_known=True, block=-1)
+    WrongWorker(kind=<WrongKind.WEIGHTS: 'weights'>, odd=1, right=0, is_known=True, block=-1, cell=-1)
     """
     odd = _minority([one.weights for one in found])
     if odd is not None:
         return WrongWorker(kind=WrongKind.WEIGHTS, odd=odd[0], right=odd[1], is_known=odd[2])
+    of_cell = _judge_cells(found)
+    if of_cell is not None:
+        return of_cell
     for rank, one in enumerate(found):
         for peer, blocks in enumerate(one.received):
             sent = found[peer].sent[rank]
@@ -128,6 +136,20 @@ def judge(check: SlotCheck, found: Sequence[StepDigests], *, is_trial: bool = Fa
         return slot
     odd = _minority([one.total for one in found])
     return None if odd is None else WrongWorker(kind=WrongKind.SUM, odd=odd[0], right=odd[1], is_known=odd[2])
+
+
+def _judge_cells(found: Sequence[StepDigests]) -> WrongWorker | None:
+    """Return who holds a cell with other weights than most of its holders."""
+    held: dict[str, dict[int, str]] = {}
+    for rank, one in enumerate(found):
+        for cell, value in one.cells.items():
+            held.setdefault(cell, {})[rank] = value
+    for cell, values in held.items():
+        ranks, odd = list(values), _minority(list(values.values()))
+        if odd is not None:
+            odd_one, right = ranks[odd[0]], ranks[odd[1]]
+            return WrongWorker(kind=WrongKind.WEIGHTS, odd=odd_one, right=right, is_known=odd[2], cell=int(cell))
+    return None
 
 
 def _judge_slot(check: SlotCheck, found: Sequence[StepDigests], *, is_trial: bool) -> WrongWorker | None:

@@ -11,14 +11,14 @@ lost, and they repeat the step as after any loss.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from phalanx.elastic._bit_digests import BLOCK, MessageDigests, digest_of, joined
 from phalanx.elastic._verify_slots import (
     NobodyDecides,
     SlotCheck,
@@ -39,30 +39,7 @@ if TYPE_CHECKING:
     from phalanx.elastic._job import Job
     from phalanx.elastic._step import Step
 
-BLOCK = 16384
-"""Elements of a message under one digest."""
-
 Named = list[tuple[str, Tensor | None]]
-
-
-class MessageDigests:
-    """Digests of the messages of one step, in blocks, in the order of buckets."""
-
-    def __init__(self, size: int) -> None:
-        self.of_sent: list[list[str]] = [[] for _ in range(size)]
-        self.of_received: list[list[str]] = [[] for _ in range(size)]
-
-    def sent(self, tensors: Sequence[Tensor], rank: int) -> None:
-        _add(self.of_sent, tensors, rank)
-
-    def received(self, tensors: Sequence[Tensor], rank: int) -> None:
-        _add(self.of_received, tensors, rank)
-
-
-def _add(into: list[list[str]], tensors: Sequence[Tensor], rank: int) -> None:
-    for peer, tensor in enumerate(tensors):
-        if peer != rank:
-            into[peer] += [digest_of(block) for block in tensor.split(BLOCK)] if tensor.numel() else []
 
 
 class Verifying:
@@ -184,7 +161,7 @@ class Verifying:
         slot = check.slot if wrong.kind is WrongKind.SLOT else None
         culprit = workers[wrong.odd] if wrong.is_known else ""
         self._kept = self._trial = None
-        text = explain(step.number, wrong, culprit, workers[wrong.right], slot, parameter, element, values)
+        text = explain(step.number, wrong, workers[wrong.odd], workers[wrong.right], slot, parameter, element, values)
         if me == (1 if wrong.odd == 0 else 0):
             self._job.events.write(
                 WrongBitsFound(
@@ -214,7 +191,7 @@ class Verifying:
 def explain(
     step: int,
     wrong: WrongWorker,
-    culprit: str,
+    odd: str,
     right: str,
     slot: int | None,
     parameter: str,
@@ -226,7 +203,7 @@ def explain(
     >>> wrong = WrongWorker(kind=WrongKind.SLOT, odd=2, right=0)
     >>> explain(7, wrong, "c", "a", 5, "fc.weight", 3, ("0.5", "0.25"))
     'step 7: worker c computed slot 5 wrongly: fc.weight differs at element 3 (0.5, and 0.25 on worker a). The step is \
-repeated without it, and its node is left out'
+repeated without it, and its node is left out if the job can do without'
     """
     where = f"{parameter} differs" + (f" at element {element}" if element >= 0 else "")
     seen = f" ({values[0]}, and {values[1]} on worker {right})" if len(values) == 2 else ""
@@ -236,15 +213,20 @@ repeated without it, and its node is left out'
         WrongKind.MESSAGE: f"received something other than what {right} sent",
         WrongKind.SUM: "has another sum of gradients than most",
     }[wrong.kind]
-    if culprit:
+    if wrong.is_known:
         return (
-            f"step {step}: worker {culprit} {did}: {where}{seen}. "
-            "The step is repeated without it, and its node is left out"
+            f"step {step}: worker {odd} {did}: {where}{seen}. "
+            "The step is repeated without it, and its node is left out if the job can do without"
         )
+    most = (
+        "of three copies or more (Job(copies=3)) most decide"
+        if wrong.cell >= 0
+        else "with three or more workers most of them decide, unless the computation itself is not deterministic "
+        "(docs/elastic.md, Conditions)"
+    )
     return (
-        f"step {step}: workers differ in the {wrong.kind.value}{'' if slot is None else f' {slot}'}: {where}{seen}, "
-        "and it cannot be said who is wrong: with three or more workers most of them decide, unless the computation "
-        "itself is not deterministic (docs/elastic.md, Conditions). Nothing of the step was applied"
+        f"step {step}: workers {odd} and {right} differ in the {wrong.kind.value}{'' if slot is None else f' {slot}'}: "
+        f"{where}{seen}, and it cannot be said who is wrong: {most}. Nothing of the step was applied"
     )
 
 
@@ -293,14 +275,5 @@ def locate_block(layout: FlatLayout, size: int, owner: int, block: int, num_piec
     raise AssertionError(f"block {block} is behind the last bucket")
 
 
-def digest_of(tensor: Tensor | None) -> str:
-    """Return a digest of the bits; of None too."""
-    if tensor is None:
-        return "none"
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
-
-
 def _joined(named: Named) -> str:
-    digests: Iterator[str] = (digest_of(tensor) for _, tensor in named)
-    return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
+    return joined([digest_of(tensor) for _, tensor in named])

@@ -50,9 +50,9 @@ class JsonLines:
         self._fd = -1
         self._pending = bytearray()
 
-    def append(self, record: dict[str, Any]) -> None:
-        """Write an object as one line."""
-        self._append(dump(record))
+    def append(self, *records: dict[str, Any]) -> None:
+        """Write each object as one line, all of them at once."""
+        self._append("\n".join(map(dump, records)))
 
     def _append(self, text: str) -> None:
         if self.path is None:
@@ -60,7 +60,7 @@ class JsonLines:
         line = text.encode() + b"\n"
         with self._lock:
             if len(self._pending) + len(line) > MAX_PENDING:
-                self.num_lost += 1
+                self.num_lost += line.count(b"\n")
             else:
                 if self._fd >= 0 and not self._is_shared and not self._pending and not self.num_lost:
                     line = self._rest_of(line)

@@ -19,7 +19,7 @@ MAX_WEIGHT = 2.0**64
 """Of weights above it the inverse may not be a normal number."""
 
 
-def divide(flats: Iterable[Tensor], weight: float) -> bool | None:
+def divide(flats: Iterable[Tensor], weight: float, *, looks: bool = True) -> bool | None:
     """Divide all in place; whether the results are finite, None if nobody has looked.
 
     >>> x = torch.tensor([4.0, 8.0]); divide([x], 4.0), x
@@ -28,7 +28,7 @@ def divide(flats: Iterable[Tensor], weight: float) -> bool | None:
     (False, None)
     """
     flats = list(flats)
-    if not can_look(flats, weight):
+    if not looks or not can_look(flats, weight):
         for flat in flats:
             if weight != 1.0:
                 flat.div_(weight)

@@ -8,7 +8,7 @@ was is not copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -242,6 +242,21 @@ class CellStore:
                     whole = Fragment(piece.key, piece.begin, piece.end, piece.tensor, piece.states)
                     found.append(Fragment(piece.key, begin, end, values, _states_of([whole], begin, end)))
         return found
+
+    def held_weights(self) -> Iterator[tuple[int, Key, int, Tensor]]:
+        """Yield what is held of each parameter in each cell, where it lies: cell, parameter, its first element in the
+        section's flat vector, and the values."""
+        here = _by_section(self.pieces)
+        for index in self.held:
+            cell = self.units.table.cells[index]
+            for piece in here.get((cell.unit, cell.section), ()):
+                for begin, end in intersect([(piece.begin, piece.end)], [(cell.begin, cell.end)]):
+                    yield (
+                        index,
+                        piece.key,
+                        begin,
+                        piece.tensor.detach().reshape(-1)[begin - piece.begin :][: end - begin],
+                    )
 
     def local_values(self, u: int, s: int, begin: int, end: int) -> Tensor:
         """Return held elements of a section's flat vector, where they lie."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from phalanx._torch_private import foreach_copy_
 from phalanx.comm import Group
 from phalanx.elastic.sharded._cell_store import CellStore, HeldSection
-from phalanx.elastic.sharded._slot_reduction import Messages
+from phalanx.elastic.sharded._slot_reduction import MessageKinds, Messages
 from phalanx.fsdp.layout._unit_layout import aligned, intersect
 from phalanx.fsdp.unit._unit_memory import pool_of
 
@@ -26,14 +26,15 @@ PART_BYTES = 8 << 20
 """What a worker receives at once, about."""
 
 
-def spread_gradients(store: CellStore, group: Group, messages: Messages | None = None) -> None:
+def spread_gradients(store: CellStore, group: Group, messages: MessageKinds | None = None) -> None:
     """Fill the gradient buffers of all sections, on all holders alike; ``messages`` sees what travels."""
     for held in store.sections.values():
         _take_own(held, group.rank)
     if group.size == 1:
         return
+    seen = None if messages is None else messages.of("reduced gradients for a mirror")
     for part in store.plan("mirrors", lambda: list(_parts(store, group))):
-        _exchange(part, group, messages)
+        _exchange(part, group, seen)
 
 
 def _take_own(held: HeldSection, rank: int) -> None:

@@ -39,7 +39,7 @@ from phalanx.elastic.sharded._sharded_job import PreparedStep, ShardedJob
 from phalanx.elastic.sharded._sharded_level import bring_level
 from phalanx.elastic.sharded._slices import Slices, hand_over
 from phalanx.elastic.sharded._slot_numbers import StepNumbers
-from phalanx.elastic.sharded._slot_reduction import Messages, SlotReduction, Wave
+from phalanx.elastic.sharded._slot_reduction import MessageKinds, SlotReduction, Wave
 from phalanx.elastic.sharded._tensor_groups import TensorGroups, check_possible, find_relay
 from phalanx.elastic.sharded._unsharded_state import (
     digests,
@@ -423,13 +423,13 @@ class JobSharding:
 
     # ---- waves
 
-    def begin_wave(self, wave: Wave, messages: Messages | None = None) -> None:
+    def begin_wave(self, wave: Wave, messages: MessageKinds | None = None) -> None:
         """Sum the slots of a wave from now on; ``messages`` sees what travels."""
-        for unit in self.units.units:
-            for section in unit.sections:
-                if section.trainable():
-                    reduction: Any = section.reduction()  # a SlotReduction: it was relocated
-                    reduction.wave, reduction.messages = wave, messages
+        for u, s, section in self.units.sections():
+            if section.trainable():
+                reduction: Any = section.reduction()  # a SlotReduction: it was relocated
+                names = ", ".join(self._names[u, s, index] for index in section.trainable())
+                reduction.wave, reduction.messages = wave, messages and messages.of(f"gradients of {names}")
 
     def set_reduces(self, reduces: bool) -> None:
         """Say whether the backward pass that comes is the slot's last: then gradients go to their owners."""

@@ -77,6 +77,12 @@ class Messages(Protocol):
     def received(self, tensors: Sequence[Tensor], rank: int) -> None: ...
 
 
+class MessageKinds(Protocol):
+    """Looks at what travels, by what it is."""
+
+    def of(self, kind: str) -> Messages: ...
+
+
 class SlotReduction:
     """Gradients of one section on their way to their owners."""
 

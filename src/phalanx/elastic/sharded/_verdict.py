@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Group
-from phalanx.elastic._guarding import is_finite
 from phalanx.elastic.reduce._norm_blocks import block_sums, norm_of, num_blocks
 from phalanx.elastic.sharded._cell_store import CellStore
 from phalanx.elastic.sharded._model_units import ModelParameter
@@ -58,15 +57,17 @@ def exchange_verdict(
     trained: Sequence[ModelParameter],
     used: Sequence[float],
     *,
+    is_finite: bool,
     found_inf: bool,
     with_norm: bool,
 ) -> StepVerdict:
-    """Pass the commit point: returns on no worker before all have come here, prepared."""
+    """Pass the commit point: returns on no worker before all have come here, prepared. ``is_finite`` and ``found_inf``
+    are what this worker has found in what it holds."""
     places = store.plan("owned", lambda: [_owned(store, parameter, group.size) for parameter in trained])
     counts = store.plan("blocks", lambda: [sum(_num_blocks(each[r]) for each in places) for r in range(group.size)])
     width = MARKS + (max(counts) if with_norm else 0)
     mine = torch.zeros(width, dtype=torch.float64)
-    mine[0] = float(not all(is_finite(held.grad) for held in store.sections.values()))
+    mine[0] = float(not is_finite)
     mine[1] = float(found_inf)
     if with_norm:
         pieces = [

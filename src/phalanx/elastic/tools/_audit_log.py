@@ -5,8 +5,10 @@ A worker writes only its own file; ``phalanx.elastic.audit`` reads those of all 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from phalanx.events._troubles import Troubles
 from phalanx.events._writer import JsonLines
 
 
@@ -20,6 +22,11 @@ class Audit(JsonLines):
 
     what = "audit"
 
+    def __init__(self, path: str | Path | None, *, troubles: Troubles | None = None) -> None:
+        super().__init__(path, troubles=troubles)
+        self._computed: list[dict[str, Any]] = []
+        """Slots of the current step that are not written yet."""
+
     def begin(self, job: dict[str, Any]) -> None:
         self.append({"kind": "job", **job})
 
@@ -28,7 +35,10 @@ class Audit(JsonLines):
         self.append({"kind": "attempt", "attempt": number, "step": step, "parent": parent})
 
     def computed(self, lineage: list[int], epoch: int, step: int, slot: int, indices: list[int]) -> None:
-        self.append(
+        """A slot is computed: written with the others of its step by ``write_computed``."""
+        if self.path is None:
+            return
+        self._computed.append(
             {
                 "kind": "slot",
                 "lineage": lineage,
@@ -38,6 +48,17 @@ class Audit(JsonLines):
                 "indices": indices,
             }
         )
+
+    def write_computed(self) -> None:
+        """Write the slots that are computed: before others may commit what they have heard of them, or when the step is
+        dropped."""
+        if self._computed:
+            found, self._computed = self._computed, []
+            self.append(*found)
+
+    def close(self) -> None:
+        self.write_computed()
+        super().close()
 
     def committed(self, lineage: list[int], epoch: int, step: int) -> None:
         self.append({"kind": "commit", "lineage": lineage, "epoch": epoch, "step": step})
