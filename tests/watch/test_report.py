@@ -24,8 +24,6 @@ from phalanx.watch._report import report_data, with_details
 
 pytestmark = pytest.mark.fast
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-
 
 @pytest.fixture
 def logs(tmp_path: Path) -> Path:
