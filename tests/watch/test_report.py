@@ -176,6 +176,7 @@ def test_the_script_shows_the_story(tmp_path: Path) -> None:
     assert "1 compared, all equal" in texts["commits"]
     assert "productive" in texts["goodput"]
     assert "step 3, 3.4 s ago" in texts["saves"]
+    assert "step 3 was read back from the disk" in texts["saves"]
     assert "50%" in texts["nodes"]
     assert "1.5 KB/s" in texts["nodes"]
     assert "2.5 MB/s" in texts["nodes"]

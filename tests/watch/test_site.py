@@ -57,7 +57,8 @@ def test_the_api_tells_the_story(served: Served) -> None:
     assert ask.json("/api/v1/commits")["holds_to"] == 4
     assert ask.json("/api/v1/commits")["digests_equal"] is True
     saves = ask.json("/api/v1/saves")
-    assert (saves["last_step"], saves["at_risk_steps"]) == (3, 1)
+    assert (saves["last_step"], saves["at_risk_steps"], saves["verified_step"]) == (3, 1, 3)
+    assert [(one["step"], one["verified"]) for one in saves["written"]] == [(3, True)]
     out, node = ask.json("/api/v1/nodes")
     assert (out["node"], out["left_out"]) == ("m", "node m is left out: all failures were its")
     assert (node["cpu"], node["left_out"], node["restarts"]) == (0.5, "", 1)
@@ -95,6 +96,7 @@ def test_metrics_can_be_parsed_and_follow_the_conventions(served: Served) -> Non
     values = {sample.name: sample for family in families.values() for sample in family.samples}
     assert values["phalanx_step"].value == 4
     assert values["phalanx_workers"].value == 2
+    assert values["phalanx_saves_total"].value == values["phalanx_saves_verified_total"].value == 1
     paced = families["phalanx_worker_step_seconds"].samples
     assert paced
     assert all({"job", "node", "rank", "generation", "part"} == set(sample.labels) for sample in paced)

@@ -223,6 +223,23 @@ def test_the_account_at_the_end_is_told_in_words() -> None:
     assert in_words(event) == "goodput 80%, 0 failures"
 
 
+def test_a_save_is_verified_when_it_was_read() -> None:
+    view = told(story()[:-1]).view
+
+    def verified() -> int | None:
+        found: int | None = view.saves_record(110.0)["verified_step"]
+        return found
+
+    assert verified() == 3
+    view.take(types.Saved(worker="n.a", time=109.0, step=8, path="s3://saves/8"))
+    assert verified() == 3, "this one was not read"
+    assert [one["verified"] for one in view.saves_record(110.0)["written"]] == [True, False]
+    view.take(types.Resumed(worker="n.d", time=109.5, step=8))
+    assert verified() == 8, "who goes on from it has read it"
+    view.take(types.Saved(worker="n.a", time=109.7, step=9, path="/saves/9", verified=True))
+    assert verified() == 9
+
+
 def test_the_time_left_is_that_of_the_steps_that_are_left_while_the_job_runs() -> None:
     view = told(story()[:-1]).view  # 4 of 10 steps, one a second
     summary = view.summary(109.0)

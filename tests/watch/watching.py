@@ -25,8 +25,8 @@ def formed(worker: str, time: float, workers: tuple[str, ...], **more: object) -
 
 
 def story(text: str = "boom") -> list[AnyEvent]:
-    """Two workers; n.b dies of ``text`` at step 3, n.c takes its place, hangs, and leaves; a save, what the node is busy
-    with, and the end."""
+    """Two workers; n.b dies of ``text`` at step 3, n.c takes its place, hangs, and leaves; a save, the node's load, and
+    the end."""
     both = ("n.a", "n.b")
     events: list[AnyEvent] = [types.GenerationFormed(time=99.0, job="j", generation=0, num_nodes=1, num_workers=2)]
     for rank, worker in enumerate(both):
@@ -54,7 +54,7 @@ def story(text: str = "boom") -> list[AnyEvent]:
             )
         )
     events += [
-        types.Saved(worker="n.a", time=105.1, step=3, path="/saves/3"),
+        types.Saved(worker="n.a", time=105.1, step=3, path="/saves/3", verified=True),
         types.WorkerExited(worker_id="n.b", rank=1, time=105.5, exit_code=1, **AGENT),
         types.WorkerFailed(
             worker_id="n.b", rank=1, time=105.5, exit_code=1, cause="ValueError", message=text, stderr=(text,), **AGENT
