@@ -13,7 +13,7 @@ from importlib import import_module
 COMMANDS = {
     "run": ("phalanx.launch.cli._run_command", "run a script on the workers of a job"),
     "status": ("phalanx.launch.cli._status_command", "say how a running job is"),
-    "events": ("phalanx.launch.cli._look_commands:main_events", "show what happens to a job"),
+    "events": ("phalanx.launch.cli._events_command:main_events", "show what happens to a job"),
     "logs": ("phalanx.launch.cli._look_commands:main_logs", "show what its workers wrote"),
     "report": ("phalanx.launch.cli._look_commands:main_report", "write one HTML file about a job"),
     "dashboard": ("phalanx.launch.cli._look_commands:main_dashboard", "show a job from its log directory"),

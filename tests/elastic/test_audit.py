@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from phalanx.comm import observe, simulate
 from phalanx.elastic import RunOptions, Saves
 from phalanx.elastic.audit import check, check_directory, main
 from phalanx.elastic.tools._audit_log import Audit
+from phalanx.watch._audit import audit_record
 
 pytestmark = pytest.mark.fast
 
@@ -223,3 +225,37 @@ def test_torn_lines_are_survived(tmp_path, records):
 
 def test_an_empty_directory_proves_nothing(tmp_path):
     assert check_directory(tmp_path).problems == ["no job record: no worker began"]
+
+
+def write_log(folder: Path, records: list[dict[str, Any]], worker: str = "a") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"events-{worker}.jsonl").touch()
+    (folder / f"audit-{worker}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_a_run_that_fails_beside_one_that_holds_is_told(tmp_path, records):
+    write_log(tmp_path / "run_1", records)
+    write_log(tmp_path / "run_2", records)
+    assert audit_record(tmp_path)["holds"] is True
+    assert audit_record(tmp_path)["steps"] == 12
+    write_log(tmp_path / "run_2", edit(records, "slot", lambda record: None, step=1))
+    found = audit_record(tmp_path)
+    assert found["holds"] is False
+    first, second = found["text"].split("; ", 1)[0], found["text"].partition(f"{tmp_path / 'run_2'}: ")[2]
+    assert first.startswith(f"{tmp_path / 'run_1'}: audit clean")
+    assert second.startswith("AUDIT FAILED")
+    assert "step 1 slot" in second
+
+
+def test_a_job_whose_workers_wrote_to_several_folders_is_checked_as_one(tmp_path, records):
+    """Each node of its own disk: neither folder holds every slot."""
+    own = [[record for record in records if record.get("slot", half) % 2 == half] for half in (0, 1)]
+    for number, half in enumerate(own):
+        write_log(tmp_path / f"node_{number}", half, f"n{number}.0")
+    assert check(own[0]).problems
+    assert audit_record(tmp_path)["holds"] is True
+    (tmp_path / "node_1" / "audit-n1.0.jsonl").unlink()
+    assert audit_record(tmp_path)["holds"] is False
+    found = audit_record(tmp_path, ["n0.0", "n1.0"])
+    assert "holds" not in found, "it has not been checked"
+    assert "the logs of 1 worker(s) (n1.0) are not in" in found["text"]

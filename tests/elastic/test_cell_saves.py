@@ -197,11 +197,11 @@ def test_a_full_disk_on_one_worker_is_tried_again(tmp_path: Path, monkeypatch: p
     first, second = snapshots(state, 2)
     real, is_full = _cell_saves.write_tensor_file, [True]
 
-    def write_unless_full(path: Path, ranges: Any) -> Any:
+    def write_unless_full(path: Path, ranges: Any, **keywords: bool) -> Any:
         if is_full[0]:
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(path, ranges)
+        return real(path, ranges, **keywords)
 
     monkeypatch.setattr(_cell_saves, "write_tensor_file", write_unless_full)
     failed: list[str] = []
@@ -257,8 +257,13 @@ def test_a_save_that_nobody_wants_any_more_is_given_up(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     folder = tmp_path / ".partial-4-shared-1.0"
     real = _cell_saves.write_tensor_file
+
+    def write_where_nothing_is(path: Path, ranges: Any, **keywords: bool) -> Any:
+        folder.rmdir()
+        return real(path, ranges, **keywords)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_cell_saves, "write_tensor_file", lambda path, ranges: (folder.rmdir(), real(path, ranges))[1])
+        patch.setattr(_cell_saves, "write_tensor_file", write_where_nothing_is)
         assert write_cells(tmp_path, second, keep=2) is None, "its folder was removed meanwhile"
     assert not list(tmp_path.iterdir())
     newer, *_ = snapshots(full_state(6), 3, step=6)

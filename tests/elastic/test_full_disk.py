@@ -119,7 +119,7 @@ def test_all_workers_hear_that_the_save_at_their_leave_failed(tmp_path, monkeypa
 @pytest.mark.fast
 @pytest.mark.parametrize("place", ["write_files", "_put_in_place", "sync"])
 def test_a_save_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, place):
-    def fail(*args):
+    def fail(*args, **keywords):
         raise FULL
 
     write_save(tmp_path, 1, {}, [torch.ones(3)], keep=2)

@@ -5,12 +5,13 @@ made room for), the logs and the saves. By files in DIR a test decides what must
 machine: ``closed`` keeps workers that start from joining, ``hold`` names the step that nobody may pass,
 ``miss-WORKER`` the step whose end a worker misses, ``die-WORKER`` the step after
 whose commit it dies, ``send-WORKER`` the step in whose backward pass it dies, when half of its gradients are sent;
-``fail-WORKER`` says what a worker does to itself, once, and ``cut-WORKER`` that its connections to the others end
-before every step. ``--copies=K`` shards the model; ``--save`` saves every 5 steps (``--save=N``: N), ``--gloo`` leaves
-shared memory alone, ``--overlap`` sends gradients while they come, ``--timeout=S`` is the group's. ``--verify`` has
-every step checked, and ``lie-WORKER`` says what a worker does wrong (``lies``); ``slow-WORKER`` says how many seconds
-longer each of its batches takes, and ``--still`` leaves slots where they are all the same. ``--fingerprint=N`` takes
-one after every N steps. ``--spike=N`` makes the loss of step N explode, and goes back from there.
+``fail-WORKER`` says what a worker does to itself, once (``say TEXT`` only prints), and ``cut-WORKER`` that its
+connections to the others end before every step. A worker that is held writes to ``asked-WORKER`` how many saves
+it knows to be asked for. ``--copies=K`` shards the model; ``--save`` saves every 5 steps (``--save=N``: N), ``--gloo``
+leaves shared memory alone, ``--overlap`` sends gradients while they come, ``--timeout=S`` is the group's. ``--verify``
+has every step checked, and ``lie-WORKER`` says what a worker does wrong (``lies``); ``slow-WORKER`` says how many
+seconds longer each of its batches takes, and ``--still`` leaves slots where they are all the same. ``--fingerprint=N``
+takes one after every N steps. ``--spike=N`` makes the loss of step N explode, and goes back from there.
 """
 
 from __future__ import annotations
@@ -113,6 +114,8 @@ def hold(job: Job, step: int, directory: Path) -> None:
             last = int((directory / "hold").read_text())
         except FileNotFoundError:
             return
+        if signals.saves_asked:
+            put(directory / f"asked-{job.worker_id}", str(signals.saves_asked))
         if step < last or signals.wish or signals.broken or job.regrouping.leave.requested:
             return
         job.regrouping.coordinator.report(job.step)
@@ -152,6 +155,8 @@ def fail(wish: Path) -> None:
             os.kill(os.getpid(), signal.SIGSEGV)
         if kind == "exit":
             os._exit(3)
+        if kind.startswith("say "):
+            print(kind.removeprefix("say "), flush=True)
         if kind in ("reset", "reset store"):
             reset(of_store=kind == "reset store")
 

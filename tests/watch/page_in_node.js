@@ -1,5 +1,5 @@
 // Runs the page's script without a browser: a document of a few classes, enough to see what the script makes.
-// node page_in_node.js PAGE.html: prints what ended up in the page, as JSON.
+// node page_in_node.js PAGE.html WORKER...: clicks on these, and prints what ended up in the page, as JSON.
 "use strict";
 const fs = require("fs");
 const html = fs.readFileSync(process.argv[2], "utf8");
@@ -38,5 +38,7 @@ out.marks = elements.workers.all().filter(one => one.attributes["data-mark"]).ma
 out.rows = elements.workers.all().filter(one => one.attributes["data-worker"]).map(one => [one.attributes["data-worker"], one.attributes["data-end"]]);
 const text = new TextEncoder();
 out.hmac = ["", "a", "x".repeat(200)].map(message => hmac(text.encode("k".repeat(message.length)), text.encode(message)));
-if (process.argv[3]) { const row = elements.workers.all().find(one => one.attributes["data-worker"] === process.argv[3]); row.listeners.click(); out.detail = elements.detail.textContent; }
+out.details = {};
+for (const worker of process.argv.slice(3)) { const row = elements.workers.all().find(one => one.attributes["data-worker"] === worker); row.listeners.click(); out.details[worker] = elements.detail.textContent; }
+out.bad = elements["n-copies"].className;
 console.log(JSON.stringify(out));

@@ -88,6 +88,16 @@ def test_texts_stay_texts_and_the_page_fits_a_phone(tmp_path: Path) -> None:
             browser.wait_for("document.getElementById('detail').open")
             assert browser.ask("document.getElementById('stderr').textContent").startswith("</script>")
             assert browser.ask("document.documentElement.scrollWidth") <= width
+            browser.click("#detail button")
+            browser.wait_for("!document.getElementById('detail').open")
+            for mark in ("hang", "leave"):
+                assert browser.ask(f"document.querySelectorAll('[data-worker=\"n.c\"] [data-mark={mark}]').length") == 1
+            browser.click('[data-worker="n.c"]')
+            browser.wait_for("document.getElementById('detail').open")
+            assert browser.ask("document.getElementById('stacks').textContent") == f"in all_reduce: {EVIL}"
+            assert browser.ask("document.documentElement.scrollWidth") <= width
+            bands = browser.ask("document.querySelectorAll('#s-series .band').length")
+            assert bands == 1, "every other generation: of two, the first"
             backgrounds.add(browser.ask("getComputedStyle(document.body).backgroundColor"))
             assert browser.problems == []
     assert len(backgrounds) == 2, "light, and dark"

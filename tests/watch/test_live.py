@@ -38,6 +38,13 @@ def told_json(capsys: Any, *words: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+def told_lines(capsys: Any, *words: str) -> list[Any]:
+    """What a command prints, a line of JSON each; none where it has nothing to say yet."""
+    capsys.readouterr()
+    main(list(words))
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
 def act(client: Client, secret: bytes, action: str, **wish: Any) -> dict[str, Any]:
     body = json.dumps({"nonce": client.json("/api/v1/nonce")["nonce"], "confirm": True, **wish}).encode()
     signature = sign(secret, action, body)
@@ -52,11 +59,53 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """Two workers that go no further than step 8, with a page; commands find the job by themselves."""
     cluster = Cluster(
         tmp_path / "job", 2, 24, hold=8, dashboard="0", rdzv_id="shown", log_dir=str(tmp_path / "kept"),
-        script_flag="--save=1000",
+        tee="3", script_flag="--save=1000",
     )  # fmt: skip
     monkeypatch.setattr(tempfile, "tempdir", str(cluster.scratch))
     yield cluster
     cluster.close()
+
+
+def following(live: Cluster, *words: str) -> subprocess.Popen[str]:
+    """A command that follows the job."""
+    command = [sys.executable, "-m", "phalanx", *words, "--follow"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(live.scratch)})
+
+
+def show_logs(live: Cluster, capsys: Any) -> None:
+    """What its workers print is shown: of all, of one, and as it comes."""
+    for rank, worker in enumerate(live.newest_round()):
+        live.tell(worker, f"say this is rank {rank}")
+
+    def lines(*words: str) -> list[tuple[int, str]]:
+        said = told_lines(capsys, "logs", "--json", *words)
+        return sorted((one["rank"], one["line"]) for one in said if one["stream"] == "stdout")
+
+    live.wait_until(lambda: len(lines()) == 2, "the lines of both")
+    assert lines() == [(0, "this is rank 0"), (1, "this is rank 1")]
+    assert lines("--rank", "1") == [(1, "this is rank 1")]
+    with following(live, "logs", "--rank", "0") as follower:
+        try:
+            assert follower.stdout is not None
+            assert follower.stdout.readline() == "rank 0: this is rank 0\n"
+            live.tell(live.newest_round()[0], "say still here")
+            assert follower.stdout.readline() == "rank 0: still here\n"
+        finally:
+            follower.terminate()
+
+
+def go_on_to_save(live: Cluster, number: int) -> int:
+    """Once all workers know of a request for a save, let them do two steps; of which step it is."""
+    asked = [live.directory / f"asked-{worker}" for worker in live.newest_round()]
+    live.wait_until(
+        lambda: all(path.exists() and path.read_text() == str(number) for path in asked), "the request at the workers"
+    )
+    done = live.step()
+    live.hold(done + 2)
+    live.wait_until(lambda: len(live.events("saved")) == number, f"save {number}")
+    step = live.events("saved")[-1]["step"]
+    assert done < step <= done + 2
+    return int(step)
 
 
 @pytest.mark.timeout(240)
@@ -90,15 +139,17 @@ def test_a_kill_and_a_join_are_shown_as_they_happen(live: Cluster, tmp_path: Pat
     assert "SIGKILL" in detail["reason"]
     live.wait_workers(2)  # its successor
 
+    show_logs(live, capsys)
+
     secret = Path(status["secret_file"]).read_bytes()
     assert "3 worker(s)" in act(page, secret, "scale", nproc=3)["done"]
     live.wait_workers(3)
     assert act(page, secret, "save")["done"]
+    first = go_on_to_save(live, 1)
     assert told_json(capsys, "save", "--json") == {"job": "shown", "request": 2}
-    again = told_json(capsys, "scale", "--nproc=3", "--json")
-    assert (again["job"], again["nproc"], len(again["nodes"])) == ("shown", 3, 1)
-    asked = [json.loads(event["data"]) for event in page.stream("/events?kinds=action", 2)]
-    assert [event["action"] for event in asked] == ["scale", "save"]
+    second = go_on_to_save(live, 2)
+    live.wait_until(lambda: page.json("/api/v1/saves")["verified_step"] == second, "the save on the page")
+    assert page.json("/api/v1/audit")["holds"] is True, "of a job that runs, as far as it goes"
     live.wait_until(lambda: page.json("/api/v1/summary")["workers"] == 3, "three workers on the page")
 
     def slots() -> list[int]:
@@ -117,11 +168,16 @@ def test_a_kill_and_a_join_are_shown_as_they_happen(live: Cluster, tmp_path: Pat
     assert "worker_failed" in capsys.readouterr().out
     assert main(["report", "-o", str(tmp_path / "live.html")]) == 0
     assert "1 failure" in capsys.readouterr().out
-    assert main(["logs"]) == 2
-    assert "--tee 3" in capsys.readouterr().err, "the job keeps no log files"
-    command = [sys.executable, "-m", "phalanx", "events", "-f", "--json"]
-    environ = {**os.environ, "TMPDIR": str(live.scratch)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as follower:
+    again = told_json(capsys, "scale", "--nproc=2", "--json")
+    assert (again["job"], again["nproc"], len(again["nodes"])) == ("shown", 2, 1)
+    live.wait_workers(2)
+    live.wait_until(lambda: page.json("/api/v1/summary")["workers"] == 2, "two workers on the page")
+    [asked] = [json.loads(event["data"]) for event in page.stream("/events?kinds=left", 1)]
+    rows = {row["worker"]: row for row in page.json("/api/v1/workers")}
+    assert rows[asked["worker"]]["end"] == "left"
+    assert rows[asked["worker"]]["marks"][-1][1] == "leave"
+
+    with following(live, "events", "--json") as follower:
         assert follower.stdout is not None
         json.loads(follower.stdout.readline())  # it follows
         live.release()
@@ -139,9 +195,9 @@ def test_a_kill_and_a_join_are_shown_as_they_happen(live: Cluster, tmp_path: Pat
     assert data["commits"]["holds_to"] == 24
     assert data["commits"]["audit"].startswith("audit clean")
     assert data["commits"]["digests_equal"] is True, "RunOptions(verify=True)"
-    saved = [save["step"] for save in data["saves"]["written"]]
-    assert saved, "what was asked for; nothing else saves before step 1000"
-    assert all(8 < step <= 14 for step in saved)
+    saved = [(save["step"], save["verified"]) for save in data["saves"]["written"]]
+    assert saved == [(first, True), (second, True)], "what was asked for; nothing else saves before step 1000"
+    assert data["saves"]["verified_step"] == second
     parts = data["summary"]["goodput"]
     assert sum(parts["parts"].values()) == pytest.approx(parts["worker_seconds"])
     assert parts["parts"]["productive"] > 0
@@ -224,6 +280,10 @@ def test_the_next_agent_serves_when_the_one_that_leads_is_killed(agents: Agents,
     eyes.wait_until(lambda: follows.json("/api/v1/summary")["step"], "the steps at the agent that follows")
     step = leads.json("/api/v1/summary")["step"]
     eyes.process = survivor
+    command = [sys.executable, "-m", "phalanx", "events", "--follow", "--json", *where]
+    follower = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert follower.stdout is not None
+    heard = [follower.stdout.readline()]  # it follows the one that leads
     victim.send_signal(signal.SIGKILL)
 
     def page() -> str:
@@ -239,10 +299,16 @@ def test_the_next_agent_serves_when_the_one_that_leads_is_killed(agents: Agents,
     assert "is the only one" in capsys.readouterr().err
     assert told_json(capsys, "stop", "--json", *where)["job"] == "led"
     assert survivor.wait(100) == 128 + signal.SIGTERM
+    heard += follower.communicate(timeout=100)[0].splitlines(keepends=True)
+    assert follower.returncode == 0
+    assert len(set(heard)) == len(heard), "the next agent tells again what it keeps"
+    events = [json.loads(line) for line in heard]
+    said = [event.get("event", event.get("kind")) for event in events]
+    assert "shut_down" in said[-3:], "it went on at the agent that served next"
+    assert said.index("regrouped") < said.index("action" if "action" in said else "shut_down")
     assert "asked through the store: stop" in eyes.text()
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(290)
 def test_a_node_that_is_drained_goes_and_the_others_go_on(agents: Agents, capsys: Any) -> None:
     eyes, where = agents.eyes, agents.where

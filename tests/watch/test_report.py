@@ -17,14 +17,13 @@ import pytest
 from watching import EVIL, Client, story, told
 
 from phalanx.__main__ import main
+from phalanx.events import _event_types as types
 from phalanx.events._lines import to_json
 from phalanx.watch._files import Tail
 from phalanx.watch._page_file import page_html, page_policy
 from phalanx.watch._report import report_data, with_details
 
 pytestmark = pytest.mark.fast
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 @pytest.fixture
@@ -148,32 +147,61 @@ def test_a_directory_is_shown_as_a_page(logs: Path, capsys: Any, monkeypatch: py
     assert "is no directory" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not shutil.which("node"), reason="no node: `apt install nodejs`")
+needs_node = pytest.mark.skipif(not shutil.which("node"), reason="no node: `apt install nodejs`")
+
+
+def in_node(page: Path, *workers: str) -> Any:
+    """What the script makes of a page, and of clicks on some workers."""
+    script = Path(__file__).parent / "page_in_node.js"
+    done = subprocess.run(["node", str(script), str(page), *workers], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@needs_node
 def test_the_script_shows_the_story(tmp_path: Path) -> None:
     """In node, with a document of few classes: what the script puts into the page, and its signature."""
     page = tmp_path / "page.html"
     page.write_text(page_html({**told(story(EVIL)).read(with_details), "live": False, "facts": []}))
-    script = Path(__file__).parent / "page_in_node.js"
-    done = subprocess.run(["node", str(script), str(page), "n.b"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    shown = json.loads(done.stdout)
+    shown = in_node(page, "n.b", "n.c")
     assert not {"script", "img"} & set(shown["names"]), "text became a tag"
     texts = shown["texts"]
     assert EVIL in texts["tiles"]
     assert "4 / 10step" in texts["tiles"]
-    assert shown["rows"] == [["n.a", "finished"], ["n.b", "died"]]
-    assert {"join", "death", "save"} <= set(shown["marks"])
+    assert shown["rows"] == [["n.a", "finished"], ["n.b", "died"], ["n.c", "left"]]
+    assert set(shown["marks"]) == {"join", "death", "save", "lost", "hang", "leave", "end"}
     assert "slots 0–1" in texts["workers"]
     assert "ValueError" in texts["incidents"]
     assert "holds to step 4" in texts["commits"]
     assert "1 compared, all equal" in texts["commits"]
     assert "productive" in texts["goodput"]
     assert "step 3, 3.4 s ago" in texts["saves"]
+    assert "step 3 was read back from the disk" in texts["saves"]
     assert "50%" in texts["nodes"]
+    assert "1.5 KB/s" in texts["nodes"]
+    assert "2.5 MB/s" in texts["nodes"]
     assert "node m is left out" in texts["nodes"]
     assert "generation 1.0: 1 worker from step 0 on; left n.b" in texts["news"]
     assert texts["news"].count("generation 0.0") == 1, "told by each of its workers, shown once"
     assert "2 copies; nothing is unprotected" in texts["n-copies"]
-    assert EVIL in shown["detail"], "the last lines of the one that died"
+    assert shown["bad"] == ""
+    assert EVIL in shown["details"]["n.b"], "the last lines of the one that died"
+    assert f"Stacksin all_reduce: {EVIL}" in shown["details"]["n.c"], "what the one that hung was doing"
+    for told_of in ("hang", "made no progress for 5 s", "told to leave"):
+        assert told_of in shown["details"]["n.c"]
     expected = [hmac.digest(b"k" * len(m), m.encode(), "sha256").hex() for m in ("", "a", "x" * 200)]
     assert shown["hmac"] == expected
+
+
+@needs_node
+def test_what_the_loss_of_a_machine_would_cost_is_red(tmp_path: Path) -> None:
+    alone = types.CellsHeld(
+        worker="n.a", time=107.5, step=4, cells=9, owned=5, mirrors=(), unprotected=4, copies=2, bytes=9000,
+        unprotected_bytes=4000,
+    )  # fmt: skip
+    page = tmp_path / "page.html"
+    page.write_text(page_html({**told([*story()[:-1], alone]).read(with_details), "live": False, "facts": []}))
+    shown = in_node(page)
+    assert shown["bad"] == "bad"
+    assert "4 KB UNPROTECTED" in shown["texts"]["n-copies"]
+    assert "nobody" in shown["texts"]["copies"]

@@ -47,9 +47,9 @@ def test_the_api_tells_the_story(served: Served) -> None:
     assert summary["goodput"]["failures"] == 1
     assert summary["last_failure"]["text"].startswith("rank 1 on h: ")
     ends = {row["worker"]: row["end"] for row in ask.json("/api/v1/workers")}
-    assert ends == {"n.a": "finished", "n.b": "died"}
-    marks = {mark[1] for row in ask.json("/api/v1/workers") for mark in row["marks"]}
-    assert {"join", "death", "save", "lost", "end"} <= marks
+    assert ends == {"n.a": "finished", "n.b": "died", "n.c": "left"}
+    marks = {row["worker"]: [mark[1] for mark in row["marks"]] for row in ask.json("/api/v1/workers")}
+    assert marks == {"n.a": ["join", "save", "lost", "end"], "n.b": ["join", "death"], "n.c": ["hang", "leave"]}
     assert [row["left"] for row in ask.json("/api/v1/rounds")] == [[], ["n.b"], []]
     (incident,) = ask.json("/api/v1/incidents")
     assert incident["cause"] == "ValueError"
@@ -57,10 +57,12 @@ def test_the_api_tells_the_story(served: Served) -> None:
     assert ask.json("/api/v1/commits")["holds_to"] == 4
     assert ask.json("/api/v1/commits")["digests_equal"] is True
     saves = ask.json("/api/v1/saves")
-    assert (saves["last_step"], saves["at_risk_steps"]) == (3, 1)
+    assert (saves["last_step"], saves["at_risk_steps"], saves["verified_step"]) == (3, 1, 3)
+    assert [(one["step"], one["verified"]) for one in saves["written"]] == [(3, True)]
     out, node = ask.json("/api/v1/nodes")
     assert (out["node"], out["left_out"]) == ("m", "node m is left out: all failures were its")
-    assert (node["cpu"], node["left_out"]) == (0.5, "")
+    assert (node["cpu"], node["left_out"], node["restarts"]) == (0.5, "", 1)
+    assert (node["received"], node["sent"]) == (1500, 2_500_000)
     copies = ask.json("/api/v1/copies")
     assert (copies["copies"], copies["mirrors"], copies["unprotected_bytes"]) == (2, {"n.a": ["n.c"]}, 0)
     assert copies["cells"] == {"n.a": [9, 5, 0]}
@@ -71,6 +73,9 @@ def test_the_api_tells_the_story(served: Served) -> None:
         assert status == 200, name
         assert ask.ask(f"/api/v1/{name}", If_None_Match=headers["etag"])[0] == 304
     assert ask.json("/api/v1/worker/n.b")["stderr"] == [EVIL]
+    hung = ask.json("/api/v1/worker/n.c")
+    assert hung["stacks"] == f"in all_reduce: {EVIL}"
+    assert [mark[2] for mark in hung["marks"]] == ["made no progress for 5 s", "left after step 4"]
     assert ask.json("/api/v1/worker/n.a")["stderr"] == ["last line of n.a"]
     assert ask.ask("/api/v1/worker/nobody")[0] == 404
     assert ask.ask("/api/v1/nothing")[0] == 404
@@ -91,6 +96,7 @@ def test_metrics_can_be_parsed_and_follow_the_conventions(served: Served) -> Non
     values = {sample.name: sample for family in families.values() for sample in family.samples}
     assert values["phalanx_step"].value == 4
     assert values["phalanx_workers"].value == 2
+    assert values["phalanx_saves_total"].value == values["phalanx_saves_verified_total"].value == 1
     paced = families["phalanx_worker_step_seconds"].samples
     assert paced
     assert all({"job", "node", "rank", "generation", "part"} == set(sample.labels) for sample in paced)

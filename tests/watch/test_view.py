@@ -223,10 +223,37 @@ def test_the_account_at_the_end_is_told_in_words() -> None:
     assert in_words(event) == "goodput 80%, 0 failures"
 
 
+def test_a_save_is_verified_when_it_was_read() -> None:
+    view = told(story()[:-1]).view
+
+    def verified() -> int | None:
+        found: int | None = view.saves_record(110.0)["verified_step"]
+        return found
+
+    assert verified() == 3
+    view.take(types.Saved(worker="n.a", time=109.0, step=8, path="s3://saves/8"))
+    assert verified() == 3, "this one was not read"
+    assert [one["verified"] for one in view.saves_record(110.0)["written"]] == [True, False]
+    view.take(types.Resumed(worker="n.d", time=109.5, step=8))
+    assert verified() == 8, "who goes on from it has read it"
+    view.take(types.Saved(worker="n.a", time=109.7, step=9, path="/saves/9", verified=True))
+    assert verified() == 9
+
+
+def test_the_time_left_is_that_of_the_steps_that_are_left_while_the_job_runs() -> None:
+    view = told(story()[:-1]).view  # 4 of 10 steps, one a second
+    summary = view.summary(109.0)
+    assert summary["step_seconds"] == pytest.approx(1.0)
+    assert summary["eta_seconds"] == pytest.approx(6.0)
+    assert view.summary(1e6)["eta_seconds"] is None, "silent: nobody knows"
+    view.take(story()[-1])
+    assert view.summary(109.0)["eta_seconds"] is None, "it is over"
+
+
 def test_the_live_block_says_where_the_job_is() -> None:
     assert live_block(told(story()).view).split("\n") == [
-        "step 4/10  loss 0.5000  11 samples/s  2 workers  generation 1",
-        "last: rank 1 (n.b) failed, ValueError: boom",
+        "step 4/10  loss 0.5000  8 samples/s  2 workers  generation 1",
+        "last: n.c left after step 4, as it was told",
     ]
 
 

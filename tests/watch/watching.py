@@ -25,7 +25,8 @@ def formed(worker: str, time: float, workers: tuple[str, ...], **more: object) -
 
 
 def story(text: str = "boom") -> list[AnyEvent]:
-    """Two workers; n.b dies of ``text`` at step 3, n.c takes its place; a save, a load, and the end."""
+    """Two workers; n.b dies of ``text`` at step 3, n.c takes its place, hangs, and leaves; a save, the node's load, and
+    the end."""
     both = ("n.a", "n.b")
     events: list[AnyEvent] = [types.GenerationFormed(time=99.0, job="j", generation=0, num_nodes=1, num_workers=2)]
     for rank, worker in enumerate(both):
@@ -53,11 +54,12 @@ def story(text: str = "boom") -> list[AnyEvent]:
             )
         )
     events += [
-        types.Saved(worker="n.a", time=105.1, step=3, path="/saves/3"),
+        types.Saved(worker="n.a", time=105.1, step=3, path="/saves/3", verified=True),
         types.WorkerExited(worker_id="n.b", rank=1, time=105.5, exit_code=1, **AGENT),
         types.WorkerFailed(
             worker_id="n.b", rank=1, time=105.5, exit_code=1, cause="ValueError", message=text, stderr=(text,), **AGENT
         ),
+        types.WorkerReplaced(job="j", time=105.51, host="h", old_worker_id="n.b", worker_id="n.c", rank=1),
         types.GroupLost(worker="n.a", time=105.52, generation=0, step=3, reason="n.b is gone", dropped=0.3, waited=0.1),
         formed("n.a", 105.6, ("n.a",), generation=1, left=("n.b",), seconds=0.08, rank=0, first_slot=0, num_slots=4),
         types.StepCommitted(
@@ -67,7 +69,8 @@ def story(text: str = "boom") -> list[AnyEvent]:
             "n.a", 107.0, ("n.a", "n.c"), generation=1, round=1, joined=("n.c",), seconds=0.02, rank=0, num_slots=2,
             first_slot=0, is_verified=True,
         ),
-        types.NodeLoad(job="j", node="n", host="h", time=107.0, cpu=0.5, memory_used=1 << 30, memory_total=4 << 30),
+        types.NodeLoad(job="j", node="n", host="h", time=107.0, cpu=0.5, memory_used=1 << 30, memory_total=4 << 30,
+            received=1500.0, sent=2.5e6),
         types.CellsHeld(
             worker="n.a", time=107.0, step=4, cells=9, owned=5, mirrors=("n.c",), unprotected=0, copies=2, bytes=9000,
             unprotected_bytes=0,
@@ -75,6 +78,8 @@ def story(text: str = "boom") -> list[AnyEvent]:
         types.LimitReached(
             job="j", time=107.0, limit="node", reason="node m is left out: all failures were its", nodes=("m",)
         ),
+        types.WorkerHung(job="j", worker_id="n.c", rank=1, seconds=5.0, stacks=f"in all_reduce: {text}", time=107.2),
+        types.TrainingLeft(worker="n.c", time=107.6, step=4),
         types.TrainingFinished(worker="n.a", time=108.0, step=4),
         types.ShutDown(job="j", reason="SUCCEEDED", succeeded=True, time=108.5),
     ]  # fmt: skip

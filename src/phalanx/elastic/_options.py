@@ -66,6 +66,10 @@ class Saves:
     """With a URL: the folder of this machine in which saves are made before they are uploaded in the background, and to
     which they are brought; None: in the system's place for temporary files."""
 
+    verify: bool = True
+    """Read every save back from the disk before it counts as one, in the background, and compare it with what was to be
+    written; what differs is told, and written again. With a URL: before it is uploaded."""
+
     def __post_init__(self) -> None:
         is_folder = isinstance(as_place(self.directory), Path)
         if self.local is not None and is_folder:

@@ -428,6 +428,8 @@ class Resumed(TrainingEvent):
 class Saved(TrainingEvent):
     step: int
     path: str
+    verified: bool | None = None
+    """Whether it was read back from the disk, all of it, and is what was to be written; None: it was not read."""
     kind: ClassVar[str] = "saved"
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -262,10 +262,15 @@ def _count_more(verdict: Verdict, count: int, what: str) -> None:
 
 def check_directory(directory: Path) -> Verdict:
     """Check the ``audit-*.jsonl`` files of a log directory."""
+    return check_files(sorted(directory.glob("audit-*.jsonl")))
+
+
+def check_files(paths: Iterable[Path]) -> Verdict:
+    """Check audit logs together, as those of one job."""
     records: list[dict[str, Any]] = []
     num_torn = 0
     unreadable = []
-    for path in sorted(directory.glob("audit-*.jsonl")):
+    for path in paths:
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -296,19 +301,36 @@ MAX_CHECKED = 256 << 20
 """Bytes of audit logs that are checked beside a running job."""
 
 
-def audit_record(directory: Path) -> dict[str, Any]:
-    """Return what the audit logs beside the events of a job say, for JSON; empty when there are none."""
+def audit_record(directory: Path, workers: Collection[str] = ()) -> dict[str, Any]:
+    """Return what the audit logs beside the events of a job say, for JSON; empty when there are none.
+
+    Several folders are those of several runs, each of which must hold; or of one job whose workers wrote to several,
+    which then holds together. ``workers`` are those of the job: what fails, but lacks the logs of some of them (which
+    are on other machines), has not been checked.
+    """
     folders = {Path(os.path.realpath(path)).parent for path in find_event_files(directory)} | {directory}
-    logs = [path for folder in sorted(folders) for path in folder.glob("audit-*.jsonl")]
+    logs = {folder: files for folder in sorted(folders) if (files := sorted(folder.glob("audit-*.jsonl")))}
     if not logs:
         return {}
-    home = logs[0].parent
-    if sum(path.stat().st_size for path in logs) > MAX_CHECKED:
-        return {"text": f"too long to check here: python -m phalanx.elastic.audit {home}"}
-    verdict = check_directory(home)
+    everything = [path for files in logs.values() for path in files]
+    if sum(path.stat().st_size for path in everything) > MAX_CHECKED:
+        return {"text": f"too long to check here: python -m phalanx.elastic.audit {' or '.join(map(str, logs))}"}
+    verdicts = {folder: check_files(files) for folder, files in logs.items()}
+    if len(logs) > 1 and any(one.problems for one in verdicts.values()):
+        together = check_files(everything)
+        if not together.problems:
+            verdicts = {directory: together}
+    holds = not any(one.problems for one in verdicts.values())
+    missing = sorted(set(workers) - {path.stem.removeprefix("audit-") for path in everything})
+    if missing and not holds:
+        names = ", ".join([*missing[:3], *["..."][: len(missing) > 3]])
+        return {
+            "text": f"cannot be checked here: the logs of {len(missing)} worker(s) ({names}) are not in "
+            f"{' or '.join(map(str, logs))}; bring all into one directory: python -m phalanx.elastic.audit DIR"
+        }
     return {
-        "text": str(verdict),
-        "holds": not verdict.problems,
-        "steps": verdict.num_steps,
-        "samples": verdict.num_samples,
+        "text": "; ".join(str(one) if len(verdicts) == 1 else f"{folder}: {one}" for folder, one in verdicts.items()),
+        "holds": holds,
+        "steps": sum(one.num_steps for one in verdicts.values()),
+        "samples": sum(one.num_samples for one in verdicts.values()),
     }

@@ -12,6 +12,8 @@ from typing import Any
 
 MAX_POINTS = 600
 """Buckets of a curve: more than a screen has room for."""
+RECENT = 8
+"""Buckets that count as lately."""
 MAX_COLUMNS = 240
 """Buckets of steps in the heat map."""
 
@@ -70,12 +72,16 @@ class Curve:
         self._width = 1
         self._buckets: list[CurveBucket] = []
         self._last = 0.0
+        self._first_samples = 0
+        """Of the very first step."""
 
     def add(self, time: float, step: int, loss: float | None, samples: int) -> None:
         """Add a committed step."""
         given = loss is not None and math.isfinite(loss)
         value = loss if loss is not None and given else 0.0
         last = self._buckets[-1] if self._buckets else None
+        if last is None:
+            self._first_samples = samples
         if last is not None and last.num < self._width:  # what joining a bucket of this step alone would give
             last.end, last.last, self._last = time, step, time
             last.num += 1
@@ -109,17 +115,27 @@ class Curve:
         """Return the buckets as rows; see ``CurveBucket.row``."""
         return [bucket.row() for bucket in self._buckets]
 
-    def rate(self, num: int = 8) -> float | None:
-        """Return samples per second over the last buckets."""
-        recent = self._buckets[-num:]
-        seconds = recent[-1].end - recent[0].begin if recent else 0.0
-        return sum(bucket.samples for bucket in recent) / seconds if seconds > 0 else None
+    def rate(self) -> float | None:
+        """Return samples per second, lately."""
+        seconds, _, samples = self._lately()
+        return samples / seconds if seconds > 0 else None
 
-    def step_seconds(self, num: int = 8) -> float | None:
-        """Return seconds per step over the last buckets."""
-        recent = self._buckets[-num:]
-        seconds = recent[-1].end - recent[0].begin if recent else 0.0
-        return seconds / sum(bucket.num for bucket in recent) if seconds > 0 else None
+    def step_seconds(self) -> float | None:
+        """Return seconds per step, lately."""
+        seconds, steps, _ = self._lately()
+        return seconds / steps if seconds > 0 else None
+
+    def _lately(self) -> tuple[float, int, int]:
+        """Return the time that the last buckets took, their steps and samples; of the very first step nobody knows when
+        it began."""
+        recent = self._buckets[-RECENT:]
+        if not recent:
+            return 0.0, 0, 0
+        seconds = recent[-1].end - recent[0].begin
+        steps, samples = sum(bucket.num for bucket in recent), sum(bucket.samples for bucket in recent)
+        if len(self._buckets) <= RECENT:
+            return seconds, steps - 1, samples - self._first_samples
+        return seconds, steps, samples
 
 
 class HeatMap:

@@ -11,9 +11,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from phalanx.events._event_types import AnyEvent
 from phalanx.events._lines import from_record
@@ -71,10 +71,17 @@ class Listing:
         return self._found
 
 
+class Taker(Protocol):
+    """What takes the lines: a hub, or a command that shows them."""
+
+    def add_records(self, lines: Sequence[tuple[Any, str]]) -> None:
+        """Take what many lines say, each with its text."""
+
+
 class Tail:
     """The new lines of some files: ``look`` gives them to a hub, in the order of their times."""
 
-    def __init__(self, hub: Hub, directories: Iterable[Path], *, but: Iterable[Path] = (), depth: int = 2) -> None:
+    def __init__(self, hub: Taker, directories: Iterable[Path], *, but: Iterable[Path] = (), depth: int = 2) -> None:
         """``but``: files that are left out; ``depth``: how many levels below the directories are looked at."""
         self._hub = hub
         self._listings = [Listing(directory, depth) for directory in directories]

@@ -10,7 +10,7 @@ import itertools
 import secrets
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -58,6 +58,8 @@ class Hub:
         self._steps: deque[Numbered] = deque(maxlen=MAX_KEPT)
         """Apart: there are so many that nothing else would be kept."""
         self._bulk: deque[Numbered] = deque(maxlen=MAX_BULK)
+        self._forgotten: Counter[str] = Counter()
+        """By kind: how many events are not kept any more."""
         self._number = 0
 
     @property
@@ -112,6 +114,8 @@ class Hub:
             self.view.num_bad += 1
         kind = event.kind
         kept = self._steps if kind == STEP else self._bulk if kind in BULK else self._kept
+        if len(kept) == kept.maxlen:
+            self._forgotten[kept[0].kind] += 1
         kept.append(Numbered(self._number, kind, line, is_local))
 
     def after(
@@ -119,20 +123,35 @@ class Hub:
         number: int,
         *,
         kinds: Collection[str] = (),
+        without: Collection[str] = (),
         limit: int = MAX_KEPT,
         bulk: bool = False,
         local: bool = False,
     ) -> list[Numbered]:
-        """Return the events after a number that are still kept; ``bulk``: also the times of steps and the like;
-        ``local``: only those of this node."""
+        """Return the events after a number that are still kept.
+
+        ``kinds``: only these; ``without``: none of these; ``bulk``: also the times of steps and the like; ``local``:
+        only those of this node.
+        """
         with self._changed:
             found = _later(self._kept, number)
-            if not kinds or STEP in kinds:  # an open page asks for none of the many steps
+            if _is_asked_for(STEP, kinds, without):  # an open page asks for none of the many steps
                 found += _later(self._steps, number)
             found = sorted(found + _later(self._bulk, number) if bulk else found)
-        return [event for event in found if (not kinds or event.kind in kinds) and (event.is_local or not local)][
-            :limit
-        ]
+        asked = (
+            event for event in found if _is_asked_for(event.kind, kinds, without) and (event.is_local or not local)
+        )
+        return list(itertools.islice(asked, limit))
+
+    def num_forgotten(self, *, kinds: Collection[str] = (), without: Collection[str] = (), bulk: bool = False) -> int:
+        """Return how many events ``after`` would give as well, were all kept."""
+        with self._changed:
+            counts = [
+                count
+                for kind, count in self._forgotten.items()
+                if _is_asked_for(kind, kinds, without) and (bulk or kind not in BULK)
+            ]
+        return sum(counts)
 
     def wait(self, number: int, timeout: float) -> bool:
         """Wait for an event after a number; whether there is one."""
@@ -143,6 +162,10 @@ class Hub:
         """Return what a function makes of the view, while nothing is added to it."""
         with self._changed:
             return look(self.view)
+
+
+def _is_asked_for(kind: str, kinds: Collection[str], without: Collection[str]) -> bool:
+    return (not kinds or kind in kinds) and kind not in without
 
 
 def _later(events: deque[Numbered], number: int) -> list[Numbered]:

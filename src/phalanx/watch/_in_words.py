@@ -104,7 +104,7 @@ def _of_worker(event: AnyEvent) -> str:
         with_whom = f"with {names(event.mirrors)}" if event.mirrors else "alone"
         return f"{event.worker} holds {_num(event.cells, 'cell')}, {event.unprotected} of them unprotected, {with_whom}"
     if isinstance(event, Saved):
-        return f"step {event.step} saved to {event.path}"
+        return f"step {event.step} saved to {event.path}{', and read back' if event.verified else ''}"
     if isinstance(event, SaveFailed):
         return f"step {event.step} could not be saved: {event.error}"
     if isinstance(event, NonFiniteFound):

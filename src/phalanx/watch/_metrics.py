@@ -62,6 +62,7 @@ def _families(view: JobView, now: float) -> Iterable[MetricFamily]:
             counts["events"]["step"],
         ),
         ("phalanx_saves_total", "Saves that were written.", counts["events"]["saved"]),
+        ("phalanx_saves_verified_total", "Saves that were read back when written.", view.num_verified),
         (
             "phalanx_save_failures_total",
             "Attempts to save that the disk did not take.",

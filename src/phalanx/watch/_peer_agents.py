@@ -1,7 +1,8 @@
 """Follows the events of other agents, so that the page of one shows the whole job.
 
 One thread for each agent that is followed, which comes back after it was cut off and goes on where it was. An agent
-that cannot be reached is said once; its workers are then known only from what others say of them.
+that cannot be reached is said once; its workers are then known only from what others say of them. An event that cannot
+be read is said and left out.
 """
 
 from __future__ import annotations
@@ -70,16 +71,31 @@ class PeerAgents:
         try:
             connection.request("GET", "/events?bulk=1&local=1", headers=headers)
             answer = connection.getresponse()
+            number = ""
             if answer.status != 200:
                 raise ValueError(f"it answers {answer.status}")
             while not stopped.is_set():
                 line = answer.readline(MAX_LINE)
                 if not line:
                     return
+                rest = line
+                while rest and not rest.endswith(b"\n"):  # too long: read to its end, and then no JSON
+                    rest = answer.readline(MAX_LINE)
+                if not rest:
+                    return
                 if line.startswith(b"id: "):
                     number = line[4:].strip().decode(errors="replace")
                 elif line.startswith(b"data: "):
-                    self._hub.add_record(json.loads(line[6:]), is_local=False)
+                    self._take(url, line[6:])
                     self._positions[url] = number
         finally:
             connection.close()
+
+    def _take(self, url: str, data: bytes) -> None:
+        """Add an event. One that cannot be read is left out and counted: it would be the same the next time."""
+        try:
+            record = json.loads(data)
+        except (ValueError, RecursionError):
+            log.warning("an event of the agent at %s cannot be read, and is left out: %r", url, data[:100])
+            record = None
+        self._hub.add_record(record, is_local=False)

@@ -21,7 +21,9 @@ class RunningNodes:
         self._generation = -1
         self._running: set[int] = set()
         """By their ranks in that generation."""
-        self._is_over = False
+        self.is_over = False
+        self.has_lost = False
+        """Whether a node of that generation has ended."""
 
     def ends(self, event: AnyEvent) -> bool:
         """Take an event; whether it is the end of the job."""
@@ -31,12 +33,14 @@ class RunningNodes:
             is_of_newest = event.generation in (-1, self._generation)  # -1: told before events had it
             if is_of_newest:
                 self._running.discard(event.node_rank)
-            self._is_over = not self._running
-            return self._is_over
+                self.has_lost = True
+            self.is_over = not self._running
+            return self.is_over
         return False
 
     def _take_generation(self, event: GenerationFormed) -> None:
-        if event.generation > self._generation or self._is_over:  # over: the next run, into the same directory
-            self._generation, self._running, self._is_over = event.generation, set(), False
+        if event.generation > self._generation or self.is_over:  # over: the next run, into the same directory
+            self._generation, self._running = event.generation, set()
+            self.is_over = self.has_lost = False
         if event.generation == self._generation:
             self._running.add(event.node_rank)

@@ -163,9 +163,11 @@ class Site:
             return self._worker(name.removeprefix("worker/"))
         if name == "events":
             since, limit = _number(request, "since", 0), _number(request, "limit", 1000)
-            events = self._hub.after(since, limit=min(limit, 10_000), bulk="bulk" in request.query)
+            which = _which(request)
+            events = self._hub.after(since, limit=min(limit, 10_000), **which)
             lines = ",".join(f'{{"number":{event.number},"event":{event.line}}}' for event in events)
-            return HttpResponse(body=f'{{"hub":"{self._hub.name}","events":[{lines}]}}'.encode())
+            head = f'"hub":"{self._hub.name}","forgotten":{self._hub.num_forgotten(**which)}'
+            return HttpResponse(body=f'{{{head},"events":[{lines}]}}'.encode())
         if name == "logs":
             asked = (request.query.get(key, "") for key in ("rank", "node", "since"))
             try:
@@ -224,8 +226,7 @@ class Site:
     def _stream(self, request: HttpRequest) -> HttpResponse:
         if self.num_streams >= MAX_STREAMS:
             return error(503, f"{MAX_STREAMS} clients follow the events already")
-        kinds = frozenset(filter(None, request.query.get("kinds", "").split(",")))
-        pieces = self._pieces(self._where(request), kinds, "bulk" in request.query, "local" in request.query)
+        pieces = self._pieces(self._where(request), {**_which(request), "local": "local" in request.query})
         return HttpResponse(stream=pieces, kind="text/event-stream; charset=utf-8")
 
     def _where(self, request: HttpRequest) -> int:
@@ -234,14 +235,14 @@ class Site:
         hub, _, number = given.rpartition("-")
         return int(number) if number.isdecimal() and len(number) < 16 and hub in ("", self._hub.name) else 0
 
-    def _pieces(self, number: int, kinds: frozenset[str], bulk: bool, local: bool) -> Iterator[bytes]:
+    def _pieces(self, number: int, which: dict[str, Any]) -> Iterator[bytes]:
         self._count_stream(1)
         try:
             self._host.catch_up()  # which knows now that somebody follows
             yield b"retry: 1000\n\n"
             while True:
                 is_last, last = self._is_closing.is_set(), self._hub.number
-                for event in self._hub.after(number, kinds=kinds, bulk=bulk, local=local):
+                for event in self._hub.after(number, **which):
                     data = f"id: {self._hub.name}-{event.number}\nevent: {event.kind}\ndata: {event.line}\n\n"
                     yield data.encode()
                 number = max(number, last)
@@ -260,3 +261,9 @@ class Site:
 def _number(request: HttpRequest, name: str, default: int) -> int:
     text = request.query.get(name, "")
     return int(text) if text.isdecimal() and len(text) < 16 else default
+
+
+def _which(request: HttpRequest) -> dict[str, Any]:
+    """Return which events are asked for: ``kinds=a,b`` (all), ``without=a,b`` (none), ``bulk``."""
+    named = {key: frozenset(filter(None, request.query.get(key, "").split(","))) for key in ("kinds", "without")}
+    return {**named, "bulk": "bulk" in request.query}

@@ -88,8 +88,9 @@ class JobView:
         """Generations that ended so, of which no restart was counted yet."""
         self._last_anew = -1
         self.saves: deque[Saved | SaveFailed] = deque(maxlen=MAX_SAVES)
-        self.read_save: Resumed | None = None
-        """The last time that a save was read: all of it had its checksums."""
+        self.verified: Saved | Resumed | None = None
+        """The last save that was read, all of it: when it was written, or by who went on from it."""
+        self.num_verified = 0
         self.machines = NodeTable()
         self.running_nodes = RunningNodes()
         self.copies = CopyTable()
@@ -184,8 +185,11 @@ class JobView:
             self.state_bytes += event.bytes
         elif isinstance(event, (Saved, SaveFailed)):
             self.saves.append(event)
+            if isinstance(event, Saved) and event.verified:
+                self.verified = event
+                self.num_verified += 1
         elif isinstance(event, Resumed):
-            self.read_save = event
+            self.verified = event
         elif isinstance(event, CellsHeld):
             self.copies.take(event)
         elif isinstance(event, TrainingFinished):
@@ -260,10 +264,13 @@ class JobView:
             "age_seconds": None if last is None else round(now - last.time, 1),
             "at_risk_steps": steps,
             "at_risk_seconds": None if steps is None or per_step is None else round(steps * per_step, 1),
-            "verified_step": None if self.read_save is None else self.read_save.step,
+            "verified_step": None if self.verified is None else self.verified.step,
             "count": self.counts["events"]["saved"],
             "problem": failed.error if still_fails and failed is not None else "",
-            "written": [{"time": round(one.time, 3), "step": one.step, "path": one.path} for one in written],
+            "written": [
+                {"time": round(one.time, 3), "step": one.step, "path": one.path, "verified": bool(one.verified)}
+                for one in written
+            ],
         }
 
     def nodes(self) -> list[dict[str, Any]]:

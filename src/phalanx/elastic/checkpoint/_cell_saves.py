@@ -105,8 +105,11 @@ def write_cells(
     clean_since: int | None = None,
     is_unwanted: Callable[[], bool] = lambda: False,
     patience: float = PATIENCE,
+    verify: bool = False,
 ) -> Path | None:
     """Write this worker's file; worker 0 also waits for the others' and makes the save, which it returns.
+
+    ``verify``: each reads its own back from the disk before it says that it is there.
 
     None on the other workers, and when ``is_unwanted`` says that nobody waits for this save any more. ``OSError`` when
     the disk does not take it, or (``TimeoutError``) when files of others do not come.
@@ -114,12 +117,12 @@ def write_cells(
     directory.mkdir(parents=True, exist_ok=True)
     folder = directory / f"{PARTIAL}{snapshot.step}{SHARED}{snapshot.key}"
     if snapshot.number != 0:
-        _write_own_unless_given_up(folder, snapshot, secret)
+        _write_own_unless_given_up(folder, snapshot, secret, verify)
         return None
     remove_leftovers(directory, folder)
     if not _is_complete(folder, secret):
         folder.mkdir(exist_ok=True)
-        _write_own(folder, snapshot, secret)
+        _write_own(folder, snapshot, secret, verify)
         records = wait_for_records(
             folder,
             snapshot,
@@ -134,7 +137,7 @@ def write_cells(
         if records is None:
             shutil.rmtree(folder, ignore_errors=True)
             return None
-        _complete(folder, snapshot, records, secret)
+        _complete(folder, snapshot, records, secret, verify)
     return publish(folder, snapshot.step, keep=keep, secret=secret, known=known, clean_since=clean_since)
 
 
@@ -147,9 +150,9 @@ def _is_complete(folder: Path, secret: bytes) -> bool:
     return True
 
 
-def _complete(folder: Path, snapshot: CellSnapshot, records: list[FileRecord], secret: bytes) -> None:
+def _complete(folder: Path, snapshot: CellSnapshot, records: list[FileRecord], secret: bytes, verify: bool) -> None:
     check_records(records, snapshot)
-    write_manifest(folder, snapshot.step, snapshot.tree, snapshot.names, records, secret)
+    write_manifest(folder, snapshot.step, snapshot.tree, snapshot.names, records, secret, verify=verify)
     for number in range(snapshot.count):
         (folder / (snapshot.file_of(number) + RECORD)).unlink()
 
@@ -169,19 +172,19 @@ def late_files(names: Sequence[str], there: Collection[str]) -> list[int]:
     return [number for number, name in enumerate(names) if name not in there]
 
 
-def _write_own_unless_given_up(folder: Path, snapshot: CellSnapshot, secret: bytes) -> None:
+def _write_own_unless_given_up(folder: Path, snapshot: CellSnapshot, secret: bytes, verify: bool) -> None:
     folder.mkdir(exist_ok=True)
     try:
-        _write_own(folder, snapshot, secret)
+        _write_own(folder, snapshot, secret, verify)
     except FileNotFoundError:
         if folder.exists():
             raise
         # Worker 0 has removed it: it does not want this save any more.
 
 
-def _write_own(folder: Path, snapshot: CellSnapshot, secret: bytes) -> None:
+def _write_own(folder: Path, snapshot: CellSnapshot, secret: bytes, verify: bool) -> None:
     file = folder / snapshot.file_of(snapshot.number)
-    record = write_tensor_file(file, own_ranges(snapshot))
+    record = write_tensor_file(file, own_ranges(snapshot), verify=verify)
     sync(file)
     begun = folder / f".{file.name}{RECORD}"
     write_sealed(begun, {**record.to_json(), "step": snapshot.step}, secret)

@@ -58,18 +58,20 @@ def write_save(
     secret: bytes = b"",
     known: Known | None = None,
     clean_since: int | None = None,
+    verify: bool = False,
 ) -> Path:
     """Write a save durably, then remove what is older than the newest ``keep`` readable ones; the last good one stays.
 
     ``clean_since`` is the step from which on nothing was wrong: an earlier save since then is now known to be good.
-    ``OSError`` when the disk does not take it; nothing is left of it then.
+    ``verify``: it is a save only once it was read back from the disk. ``OSError`` when the disk does not take it, or
+    gives something else back; nothing is left of it then, and nothing was removed for it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     remove_leftovers(directory)
     partial = new_partial(directory, step)
     try:
         partial.mkdir()
-        write_files(partial, step, tree, tensors, secret)
+        write_files(partial, step, tree, tensors, secret, verify=verify)
         return publish(partial, step, keep=keep, secret=secret, known=known, clean_since=clean_since)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,10 +1,10 @@
 """Writes saves in threads of its own, so that a step never waits for the disk or the network.
 
 The caller hands over a snapshot (tensors already copied). What ``LatestOnly`` says holds: one save at a time, the
-newest first, tried again when the disk does not take it; a disk's fault does not end training. With saves in a bucket
-there are two tiers: a save is made in a folder of this machine, and a second thread uploads the newest one there, so
-that a slow network makes uploads rarer and saves on the disk no later. Workers that save together upload their files
-themselves: no one of them has all.
+newest first, tried again when the disk does not take it, or gives other bytes back (``verify``); a disk's fault does
+not end training. With saves in a bucket there are two tiers: a save is made in a folder of this machine, and a second
+thread uploads the newest one there, so that a slow network makes uploads rarer and saves on the disk no later. Workers
+that save together upload their files themselves: no one of them has all.
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ class SaveWriter:
         *,
         keep: int,
         secret: bytes = b"",
+        verify: bool = False,
         on_saved: Callable[[int, Place], None],
         on_failed: OnFailed = lambda step, error, delay: None,
     ) -> None:
         self.directory = directory
         self.keep = keep
         self.secret = secret
+        self.verify = verify
         self.on_saved = on_saved
         self._known: Known = {}
 
@@ -98,6 +100,7 @@ class SaveWriter:
             secret=self.secret,
             known=self._known,
             clean_since=item.clean_since,
+            verify=self.verify,
         )
         if is_remote:
             self._uploads.submit(_Waiting(step, path, item.clean_since))
@@ -121,6 +124,7 @@ class SaveWriter:
             known=self._known,
             clean_since=clean_since,
             is_unwanted=self._saves.is_unwanted,
+            verify=self.verify,
         )
 
     def _upload(self, item: _Waiting) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from phalanx._fields import Fields, load_json
 from phalanx._signature import sign, signature_problem
+from phalanx.elastic.checkpoint._read_back import forget_pages
 from phalanx.elastic.checkpoint._state_codec import Json, decode
 from phalanx.elastic.checkpoint._tensor_files import (
     FileRecord,
@@ -96,21 +97,37 @@ def step_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def write_files(folder: Path, step: int, tree: Json, tensors: Sequence[Tensor], secret: bytes) -> None:
-    """Write both files of a save into an empty folder and have them on the disk. ``OSError`` when it cannot."""
+def write_files(
+    folder: Path, step: int, tree: Json, tensors: Sequence[Tensor], secret: bytes, *, verify: bool = False
+) -> None:
+    """Write both files of a save into an empty folder and have them on the disk; ``verify``: and read them back.
+    ``OSError`` when it cannot, or they are not what was written."""
     names = tensor_names(tree, len(tensors))
     ranges = [TensorRange.of(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
-    record = write_tensor_file(folder / TENSORS, ranges)
+    record = write_tensor_file(folder / TENSORS, ranges, verify=verify)
     sync(folder / TENSORS)
-    write_manifest(folder, step, tree, names, [record], secret)
+    write_manifest(folder, step, tree, names, [record], secret, verify=verify)
 
 
 def write_manifest(
-    folder: Path, step: int, tree: Json, names: Sequence[str], files: Iterable[FileRecord], secret: bytes
+    folder: Path,
+    step: int,
+    tree: Json,
+    names: Sequence[str],
+    files: Iterable[FileRecord],
+    secret: bytes,
+    *,
+    verify: bool = False,
 ) -> None:
     """Write what makes a folder of tensor files a save, and have it on the disk."""
     write_sealed(folder / STATE, manifest_body(step, tree, names, files), secret)
     sync(folder)
+    if verify:
+        forget_pages(folder / STATE)
+        try:
+            read_manifest(folder, secret)
+        except SaveError as error:
+            raise OSError(errno.EIO, f"{STATE} was read back and is not what was written: {error}") from error
 
 
 def manifest_body(step: int, tree: Json, names: Sequence[str], files: Iterable[FileRecord]) -> dict[str, Any]:

@@ -110,6 +110,7 @@ class Saving:
                 self._bucket or self._folder,
                 keep=self.options.keep,
                 secret=resolve_secret(self.options.secret),
+                verify=self.options.verify,
                 on_saved=self._on_saved,
                 on_failed=self._on_failed,
             )
@@ -195,8 +196,10 @@ class Saving:
         return self._folder / name if self._bucket is None else self._bucket.bring(name)
 
     def _on_saved(self, step: int, path: Place) -> None:
+        assert self.options is not None, "only what has a directory is written"
         self._last_saved = step
-        self._events.write(Saved(step=step, path=str(path)))
+        is_verified = self.options.verify and isinstance(path, Path)  # of a bucket nothing is read back
+        self._events.write(Saved(step=step, path=str(path), verified=is_verified or None))
         self._troubles.worked("saves")
 
     def _on_failed(self, step: int, error: OSError, delay: float) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from phalanx._fields import Fields
+from phalanx.elastic.checkpoint._read_back import check_written, forget_pages
 from phalanx.elastic.checkpoint._state_codec import dtype_from_name
 from phalanx.storage import Place
 from phalanx.storage._open_tensors import open_tensors
@@ -156,8 +157,8 @@ def _stored(value: Any, what: str, error: type[Exception]) -> StoredRange:
     return found
 
 
-def write_tensor_file(path: Path, ranges: Iterable[TensorRange]) -> FileRecord:
-    """Write ranges into one file. ``OSError`` when the disk does not take it."""
+def write_tensor_file(path: Path, ranges: Iterable[TensorRange], *, verify: bool = False) -> FileRecord:
+    """Write ranges into one file. ``OSError`` when the disk does not take it, or ``verify`` finds other bytes there."""
     from safetensors import SafetensorError  # start-up: loaded when used
     from safetensors.torch import save_file
 
@@ -174,7 +175,12 @@ def write_tensor_file(path: Path, ranges: Iterable[TensorRange]) -> FileRecord:
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-    return FileRecord(path.name, hash_file(path), tuple(stored))
+    if verify:
+        forget_pages(path)
+    checksum = hash_file(path)
+    if verify:
+        check_written(path, values)
+    return FileRecord(path.name, checksum, tuple(stored))
 
 
 def check_headers(path: Place, record: FileRecord) -> str:

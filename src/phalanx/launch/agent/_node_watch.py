@@ -297,7 +297,9 @@ class NodeWatch:
         return lines_since(Path(self._file), rank, node, since)
 
     def audit(self) -> dict[str, Any]:
-        return {} if self._directory is None else audit_record(self._directory)
+        if self._directory is None:
+            return {}
+        return audit_record(self._directory, self.hub.read(lambda view: list(view.lifelines.lives)))
 
     def metrics(self) -> str:
         return self.exposition()

@@ -18,7 +18,7 @@ PARSERS = {
     "save": ("phalanx.launch.cli._scale", "save_parser"),
     "stop": ("phalanx.launch.cli._scale", "stop_parser"),
     "status": ("phalanx.launch.cli._status_command", "parser"),
-    "events": ("phalanx.launch.cli._look_commands", "events_parser"),
+    "events": ("phalanx.launch.cli._events_command", "events_parser"),
     "logs": ("phalanx.launch.cli._look_commands", "logs_parser"),
     "report": ("phalanx.launch.cli._look_commands", "report_parser"),
     "dashboard": ("phalanx.launch.cli._look_commands", "dashboard_parser"),

@@ -1,6 +1,6 @@
 """Finds the job that a command is about: by endpoint and name, or by itself where it runs on this machine.
 
-Owns the flags that all such commands share, the way into a job's store, and the way to its page.
+Owns the flags that all such commands share, how they fail, the way into a job's store, and the way to its page.
 """
 
 from __future__ import annotations
@@ -8,9 +8,12 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
@@ -49,6 +52,29 @@ def job_parser(name: str, description: str) -> CommandParser:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def guarded(name: str, parser: CommandParser, argv: Sequence[str], run: Callable[[argparse.Namespace], int]) -> int:
+    """Run a command; its exit code. A mistake, or a job that does not answer, is said in one line."""
+    try:
+        return run(parser.parse_args(argv))
+    except (ValueError, ConnectionError) as error:
+        print(f"phalanx {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `| head` has seen enough
+        return 0
+
+
+def directory_of(text: str) -> Path:
+    """Return the log directory that the user named."""
+    directory = Path(text)
+    if not directory.is_dir():
+        raise UsageError(f"{text!r} is no directory; expected the log directory of a job")
+    return directory
 
 
 def find_job(endpoint: str, backend: str, run_id: str) -> RunningJob:

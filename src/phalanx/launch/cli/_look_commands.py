@@ -1,4 +1,4 @@
-"""Shows what a job has told: ``phalanx events``, ``logs``, ``report`` and ``dashboard``.
+"""Shows what a job has told: ``phalanx logs``, ``report`` and ``dashboard``.
 
 Each takes a log directory, or finds the running job by itself: through its page where it has one, else by the log
 directories of its agents on this machine.
@@ -7,22 +7,21 @@ directories of its agents on this machine.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlencode
 
 from phalanx.launch.cli._flags import UsageError
 from phalanx.launch.cli._jobs import (
     CommandParser,
     PageClient,
+    directory_of,
     find_job,
+    guarded,
     job_parser,
     log_dirs_here,
     open_job,
@@ -31,14 +30,6 @@ from phalanx.launch.cli._jobs import (
 )
 
 LOOK_EVERY = 0.3
-
-
-def events_parser() -> CommandParser:
-    parser = job_parser("events", "Show what happens to a job: one line for each event.")
-    parser.add_argument("log_dir", nargs="?", default="", help="of a job that ended, or runs elsewhere")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on as long as the job does")
-    parser.add_argument("--all", action="store_true", help="also each step, and the load of nodes")
-    return parser
 
 
 def logs_parser() -> CommandParser:
@@ -64,109 +55,19 @@ def dashboard_parser() -> CommandParser:
     return parser
 
 
-def main_events(argv: Sequence[str]) -> int:
-    """Run ``phalanx events`` with these arguments; the exit code."""
-    return _guarded("events", events_parser(), argv, _events)
-
-
 def main_logs(argv: Sequence[str]) -> int:
     """Run ``phalanx logs`` with these arguments; the exit code."""
-    return _guarded("logs", logs_parser(), argv, _logs)
+    return guarded("logs", logs_parser(), argv, _logs)
 
 
 def main_report(argv: Sequence[str]) -> int:
     """Run ``phalanx report`` with these arguments; the exit code."""
-    return _guarded("report", report_parser(), argv, _report)
+    return guarded("report", report_parser(), argv, _report)
 
 
 def main_dashboard(argv: Sequence[str]) -> int:
     """Run ``phalanx dashboard`` with these arguments; the exit code."""
-    return _guarded("dashboard", dashboard_parser(), argv, _dashboard)
-
-
-def _guarded(name: str, parser: CommandParser, argv: Sequence[str], run: Callable[[Namespace], int]) -> int:
-    try:
-        return run(parser.parse_args(argv))
-    except (ValueError, ConnectionError) as error:
-        print(f"phalanx {name}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `| head` has seen enough
-        return 0
-
-
-# -- events ---------------------------------------------------------------------------------------------------------
-
-
-def _events(args: Namespace) -> int:
-    if args.log_dir:
-        return _events_of_files([_directory(args.log_dir)], args)
-    job = find_job(args.rdzv_endpoint, args.rdzv_backend, args.rdzv_id)
-    with open_job(job) as (store, secret):
-        page = page_of(store, secret)
-    if page is not None:
-        return _events_of_page(page, args)
-    directories = log_dirs_here(job)
-    if not directories:
-        raise UsageError(f"job {job.run_id!r} keeps no events: run it with --dashboard PORT or --log-dir DIR")
-    return _events_of_files([Path(directory) for directory in directories], args)
-
-
-def _events_of_page(page: PageClient, args: Namespace) -> int:
-    if not args.follow:
-        for one in page.get(f"/api/v1/events?limit=10000{'&bulk=1' if args.all else ''}")["events"]:
-            _print_event(one["event"], args)
-        return 0
-    from phalanx.events._lines import from_record  # start-up
-    from phalanx.watch._running_nodes import RunningNodes
-
-    nodes = RunningNodes()
-    for line in page.lines(f"/events{'?bulk=1' if args.all else ''}"):
-        if line.startswith(b"data: "):
-            record = json.loads(line[6:])
-            _print_event(record, args)
-            with suppress(ValueError):
-                if nodes.ends(from_record(record)):
-                    break
-    return 0
-
-
-def _events_of_files(directories: list[Path], args: Namespace) -> int:
-    from phalanx.watch._files import Tail  # start-up
-    from phalanx.watch._hub import Hub
-
-    hub = Hub()
-    tail, number = Tail(hub, directories), 0
-    while True:
-        tail.look()
-        for event in hub.after(number, bulk=True):
-            _print_event(json.loads(event.line), args)
-            number = event.number
-        number = max(number, hub.number)
-        if not args.follow or hub.view.is_over:
-            return 0
-        time.sleep(LOOK_EVERY)
-
-
-def _print_event(record: dict[str, Any], args: Namespace) -> None:
-    from phalanx.events._lines import from_record  # start-up
-    from phalanx.watch._in_words import in_words
-
-    kind = record.get("event", record.get("kind", ""))
-    if not args.all and kind in ("step", "times", "node_load"):
-        return
-    if args.json:
-        print(json.dumps(record), flush=True)
-        return
-    try:
-        text = in_words(from_record(record))
-    except ValueError:
-        text = json.dumps(record)
-    moment = time.strftime("%H:%M:%S", time.localtime(record.get("time", record.get("timestamp", 0.0))))
-    print(f"{moment}  {kind:18}  {text}", flush=True)
+    return guarded("dashboard", dashboard_parser(), argv, _dashboard)
 
 
 # -- logs -----------------------------------------------------------------------------------------------------------
@@ -177,7 +78,7 @@ def _logs(args: Namespace) -> int:
 
     nodes: list[_NodeLogs] = []
     if args.log_dir:
-        directories = [_directory(args.log_dir)]
+        directories = [directory_of(args.log_dir)]
     else:
         job = find_job(args.rdzv_endpoint, args.rdzv_backend, args.rdzv_id)
         directories = [Path(directory) for directory in log_dirs_here(job)]
@@ -257,7 +158,7 @@ def _report(args: Namespace) -> int:
     from phalanx.watch._report import report_data, write_report  # start-up
 
     if args.log_dir:
-        data = report_data([_directory(args.log_dir)])
+        data = report_data([directory_of(args.log_dir)])
     else:
         job = find_job(args.rdzv_endpoint, args.rdzv_backend, args.rdzv_id)
         directories = log_dirs_here(job)
@@ -289,7 +190,7 @@ def _dashboard(args: Namespace) -> int:
     from phalanx.watch._hub import Hub
     from phalanx.watch._site import Site
 
-    directory = _directory(args.log_dir)
+    directory = directory_of(args.log_dir)
     host, port = parse_address(args.bind)
     hub, stopped = Hub(), threading.Event()
     access = PageAccess(host=host)
@@ -307,10 +208,3 @@ def _dashboard(args: Namespace) -> int:
         site.close()
         server.stop()
     return 0
-
-
-def _directory(text: str) -> Path:
-    directory = Path(text)
-    if not directory.is_dir():
-        raise UsageError(f"{text!r} is no directory; expected the log directory of a job")
-    return directory
