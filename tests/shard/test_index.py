@@ -93,6 +93,8 @@ def test_the_good_one_is_read() -> None:
         (lambda w: w["shards"][0].update(file="../secret"), "not among the files"),
         (lambda w: w["shards"][0].update(begin=90), "does not lie inside a.safetensors"),
         (lambda w: w["shards"][0].update(sums=[]), "does not lie inside a.safetensors"),
+        (lambda w: w["shards"][0].update(quick=["00"] * 5), "has 5 quick sums for"),
+        (lambda w: w["shards"][0].update(quick=[7]), "a list of texts"),
         (lambda w: w["shards"][0].update(offsets=[9, 0]), "lies outside of size"),
         (lambda w: w["shards"][0].update(offsets=[0]), "another number of dims"),
         (lambda w: w["shards"][0].pop("sums"), "has no field 'sums'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import zlib
 from itertools import pairwise
 from pathlib import Path
@@ -290,6 +291,45 @@ def test_with_a_secret_a_rewritten_checkpoint_is_found(tmp_path) -> None:
     (tmp_path / "stripped" / "index.json").write_text(json.dumps(outer))
     with pytest.raises(shard.CheckpointError, match="is not signed"):
         shard.load(tmp_path / "stripped", state, secret=b"word")
+
+
+def test_only_without_a_secret_does_a_quick_sum_take_the_place_of_a_digest(tmp_path, monkeypatch) -> None:
+    """Its sum is taken away from one that has it, as older releases and processes without xxhash leave it out."""
+    state = {"layer.weight": torch.zeros(4, 3)}
+    for name, field, secret in (("quick", "quick", b""), ("digest", "sums", b""), ("signed", "quick", b"word")):
+        save_one(tmp_path / name, values(4, 3), chunk(2), 2, secret=secret)
+        spoil(tmp_path / name, field, secret)
+    with pytest.raises(shard.CheckpointError, match=r"'layer.weight' is damaged"):
+        shard.load(tmp_path / "quick", state)
+    shard.load(tmp_path / "quick", state, verify="full")
+    shard.load(tmp_path / "signed", state, secret=b"word")
+    shard.load(tmp_path / "digest", state)
+    with pytest.raises(shard.CheckpointError, match=r"'layer.weight' is damaged"):
+        shard.load(tmp_path / "digest", state, verify="full")
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(shard.CheckpointError, match=r"'layer.weight' is damaged"):
+        shard.load(tmp_path / "digest", state)
+    save_one(tmp_path / "without", values(4, 3), chunk(2), 2)
+    monkeypatch.undo()
+    assert stored_in(tmp_path / "without")["quick"] == []
+    shard.load(tmp_path / "without", state)
+    assert torch.equal(state["layer.weight"], values(4, 3))
+    damage(tmp_path / "without", "tampered")
+    with pytest.raises(shard.CheckpointError, match=r"'layer.weight' is damaged"):
+        shard.load(tmp_path / "without", state)
+
+
+def stored_in(folder):
+    return json.loads(json.loads((folder / "index.json").read_text())["body"])["tensors"]["layer.weight"]["shards"][1]
+
+
+def spoil(folder, field, secret):
+    """Give a block another sum, in an index that is right otherwise."""
+    inner = json.loads(json.loads((folder / "index.json").read_text())["body"])
+    inner["tensors"]["layer.weight"]["shards"][1][field] = ["0" * 32]
+    body = json.dumps(inner)
+    outer = {"checksum": digest(body.encode()), "body": body}
+    (folder / "index.json").write_text(json.dumps({**outer, "mac": sign(secret, body)} if secret else outer))
 
 
 def test_the_secret_is_the_environments_unless_given(tmp_path, monkeypatch) -> None:

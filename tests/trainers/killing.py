@@ -18,12 +18,14 @@ from phalanx.data import ShardReader, ShardSource
 from phalanx.elastic import Job, Outcome, Step
 from phalanx.launch.cli._scale import scale
 
+WRITER = "writer"
+
 
 @dataclass(frozen=True)
 class Deed:
-    """What the worker of a rank does when it comes to a place in a step: die, leave politely, or ask for a size."""
+    """What the worker of a rank, or the writer, does at a place in a step: die, leave politely, or ask for a size."""
 
-    rank: int
+    rank: int | str
     step: int
     place: str
     action: str = "kill"
@@ -31,7 +33,11 @@ class Deed:
     @classmethod
     def parse(cls, text: str) -> Deed:
         rank, step, place, *action = text.split(":")
-        return cls(int(rank), int(step), place, *action)
+        return cls(rank if rank == WRITER else int(rank), int(step), place, *action)
+
+    def is_at(self, place: str, job: Job, step: int) -> bool:
+        is_mine = job.is_writer if self.rank == WRITER else job.rank == self.rank
+        return is_mine and (self.step, self.place) == (step, place)
 
     def size_after(self, size: int) -> int:
         """How many workers there are when it is done and the dead are replaced."""
@@ -72,7 +78,7 @@ class OneShard(ShardReader):
 
 
 class Killings:
-    """``rank:step:place`` each, with ``:leave`` or ``:scale=N`` for another deed than a kill.
+    """``rank:step:place`` each, or ``writer:step:place``, with ``:leave`` or ``:scale=N`` for another deed than a kill.
 
     As long as one of them is to come, and after one that adds workers, the workers wait in each step for those that
     are to come, so that nothing depends on how long one takes to start.
@@ -121,7 +127,7 @@ class Killings:
 
     def at(self, place: str, job: Job, step: int) -> None:
         for number, deed in enumerate(self._wanted):
-            if (deed.rank, deed.step, deed.place) == (job.rank, step, place):
+            if deed.is_at(place, job, step):
                 if deed.action in ("kill", "leave") and job.world_size == 1:
                     continue  # on a slow machine the one before is not replaced yet, and nobody would be left
                 try:

@@ -91,6 +91,9 @@ class Watch(Callback):
     def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
         self._at("validation", trainer)
 
+    def on_validation_end(self, trainer, module):
+        self._at("validated", trainer)
+
     def on_train_epoch_end(self, trainer, module):
         self._at("epoch_end", trainer)
 
@@ -119,6 +122,8 @@ def callbacks_of(features, directory, killings):
     found = [Watch(killings)]
     if "checkpoint" in features:
         found.append(ModelCheckpoint(directory / "checkpoints", every_n_train_steps=5, save_last=True))
+    if "best" in features:
+        found.append(ModelCheckpoint(directory / "checkpoints", monitor="val", save_top_k=2, save_last="link"))
     if "ema" in features:
         found.append(WeightAveraging(avg_fn=get_ema_avg_fn(0.9)))
     if "early" in features:
@@ -141,7 +146,7 @@ def fit(arguments, directory: Path) -> None:
         logger=loggers,
         log_every_n_steps=1,
         callbacks=callbacks,
-        enable_checkpointing="checkpoint" in features,
+        enable_checkpointing=bool(features & {"checkpoint", "best"}),
         enable_progress_bar="bar" in features,
         enable_model_summary=False,
         gradient_clip_val=0.5 if "fp16" in features else None,

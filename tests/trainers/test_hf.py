@@ -71,14 +71,29 @@ def test_the_first_worker_dies_anywhere(runs, features, kill):
     assert bool(alone.scalars()) == ("tb" in features)
 
 
-@pytest.mark.soak
-def test_what_a_lost_writer_left_half_saved_is_saved_by_the_next(runs):
-    alone = runs(SCRIPT, "--features=early")
-    run = runs(SCRIPT, "--features=early", "--kill=0:9:saving", workers=2)
-    assert (run.directory / "done-0").exists(), "nobody was killed"
+@pytest.mark.parametrize(
+    ("features", "kill"),
+    [
+        pytest.param("early", "writer:9:saving", marks=pytest.mark.soak),
+        pytest.param("checkpoint", "writer:5:batch_end,writer:10:saving", marks=pytest.mark.soak),
+        pytest.param("checkpoint", "writer:18:batch_end", marks=pytest.mark.soak),
+        ("checkpoint", "writer:18:saving"),
+    ],
+)
+def test_what_a_lost_writer_did_not_save_is_saved_by_the_next(runs, features, kill):
+    """It is lost before it begins, or with the weights written alone; in mid-run, and after the last step."""
+    alone = runs(SCRIPT, f"--features={features}")
+    run = runs(SCRIPT, f"--features={features}", f"--kill={kill}", workers=2)
+    assert run.undone(kill) == []
     assert_equal_everywhere(run, alone)
-    names = {path.name for path in (run.directory / "out" / "checkpoint-9").iterdir()}
-    assert names >= {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"}
+    names = {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"}
+    saved = {path.parent.name for path in alone.directory.glob("out/*/trainer_state.json")}
+    assert saved
+    for folder in saved:
+        ours, theirs = (one.directory / "out" / folder for one in (run, alone))
+        assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()} >= names
+        for name in names - {"trainer_state.json"}:  # which has times in it
+            assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
 
 
 @pytest.mark.soak

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(600)
 SCRIPT = "lightning_script.py"
 FEATURES = "--features=checkpoint,bar"
 DISTURBED = [
-    "--kill=1:1:batch_start:scale=3,0:3:reduced,1:9:validation,0:14:batch_end,1:16:batch_start:leave",
+    "--kill=1:1:batch_start:scale=3,0:3:reduced,1:9:validation,writer:15:batch_end,1:16:batch_start:leave",
     "--adopt=1:6",
 ]
 STORIES = {
@@ -25,8 +25,8 @@ STORIES = {
 
 def test_kills_adoption_joins_and_leaves_leave_every_worker_as_one_process(runs):
     """A worker is added; rank 0 dies between sum and commit, another in validation, the writer before it has logged its
-    step; one worker takes a step over from the others; one leaves. Also: one process is what a plain loop over the
-    job's steps is."""
+    step and written its checkpoint; one worker takes a step over from the others; one leaves. Also: one process is what
+    a plain loop over the job's steps is."""
     alone = runs(SCRIPT, FEATURES, "--plain")
     (expected,) = alone.results().values()
     assert (alone.directory / "plain").read_text() == expected["digest"]
@@ -36,9 +36,21 @@ def test_kills_adoption_joins_and_leaves_leave_every_worker_as_one_process(runs)
     assert (run.directory / "adopted").exists()
     assert run.rows() == alone.rows(), "the CSV file has every step once, whoever wrote it"
     assert run.console.count("phalanx: in place are healed training steps and what callbacks keep") == 1
-    assert sorted(p.name for p in (run.directory / "checkpoints").iterdir()) == sorted(
-        p.name for p in (alone.directory / "checkpoints").iterdir()
-    )
+    assert run.undone(DISTURBED[0]) == []
+    assert run.checkpoints() == alone.checkpoints() != {}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kill", ["writer:5:batch_end", "writer:18:batch_end", "writer:9:validated,writer:18:validated",
+                                  "writer:10:batch_end,writer:15:batch_end", "writer:18:train_end"])  # fmt: skip
+def test_what_a_lost_writer_did_not_save_is_saved_by_the_next(runs, kill):
+    flags = [f"--features={FEATURES.partition('=')[2]},best,ema"]
+    alone = runs(SCRIPT, *flags)
+    run = runs(SCRIPT, *flags, f"--kill={kill}", workers=2)
+    assert run.undone(kill) == []
+    assert_equal_everywhere(run, alone)
+    assert run.checkpoints() == alone.checkpoints()
+    assert {name.partition("=")[0] for name in run.checkpoints()} == {"epoch", "last.ckpt", "last-v1.ckpt"}
 
 
 @pytest.mark.soak

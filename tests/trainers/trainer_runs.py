@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import warnings
 from pathlib import Path
+
+import torch
 
 HERE = Path(__file__).parent
 PRELOAD = {
@@ -42,6 +45,18 @@ class Run:
         assert found, "no worker came to the end"
         return found
 
+    def undone(self, kill: str) -> list[str]:
+        """Which deeds of ``--kill`` nobody did: a worker that was to die and did not makes no test."""
+        deeds = enumerate(kill.removeprefix("--kill=").split(","))
+        return [deed for number, deed in deeds if not (self.directory / f"done-{number}").exists()]
+
+    def checkpoints(self) -> dict[str, str]:
+        """What Lightning has saved: by its name, what it is a link to, or all that is in it."""
+        return {
+            path.name: str(path.readlink()) if path.is_symlink() else _describe(path, self.directory)
+            for path in sorted((self.directory / "checkpoints").iterdir())
+        }
+
     def rows(self) -> list[dict[str, str]]:
         """What the CSV logger wrote, in the order of the steps."""
         with (self.directory / "csv" / "version_0" / "metrics.csv").open(newline="") as file:
@@ -66,6 +81,18 @@ class Run:
     def outcomes(self) -> set[str]:
         paths = (self.directory / "logs").glob("events-*.jsonl")
         return {json.loads(line)["event"] for path in paths for line in path.read_text().splitlines()}
+
+
+def _describe(path: Path, directory: Path) -> str:
+    """Everything in a file of Lightning's, in words: a tensor by its digest."""
+    content = torch.load(path, weights_only=False)  # the test itself has had it written
+    return json.dumps(content, default=_digest, sort_keys=True).replace(str(directory), "DIRECTORY")
+
+
+def _digest(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(value.numpy().tobytes()).hexdigest()}"
+    return repr(value)
 
 
 def assert_equal_everywhere(run: Run, alone: Run) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from phalanx.integrations.frameworks import Framework
 
+_SAVES = "lightning.pytorch.callbacks:ModelCheckpoint"
 _CONNECTORS = "lightning.pytorch.trainer.connectors"
 LIGHTNING = Framework(
     distribution="lightning",
@@ -43,6 +44,12 @@ LIGHTNING = Framework(
         f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector.restore_datamodule",
         f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector.restore_loops",
         f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector.restore_lr_schedulers",
+        f"{_SAVES}.__init__=_last_global_step_saved",
+        f"{_SAVES}.__init__=_last_checkpoint_saved",
+        f"{_SAVES}.__init__=_defer_save_until_validation",
+        f"{_SAVES}.setup=_fs",
+        f"{_SAVES}._link_checkpoint",
+        f"{_SAVES}.file_exists",
         "lightning.pytorch.plugins.precision.precision:Precision._after_closure",
         "lightning.pytorch.plugins.precision.precision:Precision.pre_backward",
         "lightning.fabric.loggers.csv_logs:CSVLogger.__init__=_flush_logs_every_n_steps",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,7 @@ from phalanx.elastic import Callbacks, Job, Micro, RunOptions, Step, write_once
 from phalanx.elastic._rng import derive_seed, seed_everything
 from phalanx.integrations.step_loader import LoaderPlan, SharedBatches, StepLoader, check_options
 from phalanx.lightning import _log_writer, _refusals
+from phalanx.lightning._checkpoint_files import CheckpointFiles
 from phalanx.lightning._logged_values import SlotLog, recording, replay
 from phalanx.lightning._trainer_state import TrainerState
 
@@ -72,6 +74,7 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # an extra: 
         self._slot_log: SlotLog | None = None
         self._heard: frozenset[str] = frozenset()
         self._tails: list[_log_writer.LogTail] = []
+        self.files = CheckpointFiles()
         self._num_broadcasts: dict[int, int] = {}
 
     # -- who writes -------------------------------------------------------------------------------------------
@@ -109,8 +112,29 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # an extra: 
         assert self.job is not None, "it tells"
         _log_writer.set_writer(self.job.is_writer)
         if self.job.is_writer:
+            self.files.inherit()
             for tail in self._tails:
                 tail.take_over()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        def write(checkpoint: dict[str, Any]) -> None:
+            super(ElasticStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+
+        if self._is_in_job:
+            self.files.note_save(filepath, checkpoint, write, is_writer=self.is_global_zero)
+        else:
+            write(checkpoint)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        remove = partial(super().remove_checkpoint, filepath)
+        if self._is_in_job:
+            self.files.note_removal(filepath, remove, is_writer=self.is_global_zero)
+        else:
+            remove()
+
+    @property
+    def _is_in_job(self) -> bool:
+        return self.job is not None and not self.job.is_finishing
 
     # -- the beginning and the end ----------------------------------------------------------------------------
 
@@ -167,6 +191,7 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # an extra: 
             callbacks=Callbacks(on_writer=self._follow_writer),
             loop_state={"trainer": self._state},
         )
+        self.files.answer_for(trainer)
         if trainer.global_step:
             job.continue_at(trainer.global_step)
         job.begin()
@@ -192,13 +217,18 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # an extra: 
         assert self._steps is not None, "the job has begun"
         self.job.finish()
         assert next(self._steps, None) is None, "there is no step after the last one"
+        self.files.settle(self._trainer)
 
     # -- one step ---------------------------------------------------------------------------------------------
 
     def _next_number(self) -> int:
+        return self._take_step().number
+
+    def _take_step(self) -> Step:
         assert self._steps is not None, "the job has begun"
         self._step = next(self._steps)
-        return self._step.number
+        self.files.settle(self._trainer)
+        return self._step
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if not isinstance(closure, Closure):
@@ -212,8 +242,8 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # an extra: 
         step = self._step
         assert step is not None, "it was asked for where the batch was fetched"
         while not self._attempt(step, optimizer, closure):
-            assert self._steps is not None, "the job has begun"
-            step = self._step = next(self._steps)  # the same one: it was dropped
+            step = self._take_step()  # the same one: it was dropped
+        self.files.forget()
         assert self._slot_log is not None, "the job has begun"
         self._slot_log.replay(self._trainer._results, step.logs, step.num_samples)
         loss = torch.tensor(float("nan") if step.loss is None else step.loss, device=self.root_device)

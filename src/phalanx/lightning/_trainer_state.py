@@ -38,6 +38,7 @@ class TrainerState:
             "metrics": {name: dict(getattr(connector, f"_{name}")) for name in PROGRESS},
             "results": _dump_results(trainer.fit_loop.epoch_loop._results),
             "first_iteration": connector._first_loop_iter,
+            "files": trainer.strategy.files.state_of(trainer),
             "should_stop": trainer.should_stop,
             "is_restarting": trainer.fit_loop.restarting,
         }
@@ -54,6 +55,7 @@ class TrainerState:
             getattr(trainer._logger_connector, f"_{name}").update(values)
         _load_results(trainer.fit_loop.epoch_loop._results, state["results"])
         trainer._logger_connector._first_loop_iter = state["first_iteration"]  # else the first log resets the results
+        trainer.strategy.files.take(state["files"], trainer)
         trainer.should_stop = state["should_stop"]
         trainer.num_sanity_val_steps = 0  # it would reset all of this
         self._is_restarting = bool(state["is_restarting"])

@@ -73,6 +73,8 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
         self._items: Any = None
         self._saved_at = -1
         """The step of the last checkpoint, whoever wrote it."""
+        self._is_owed = False
+        """Whether this worker has come to be the writer since."""
         self._scale: float | None = None
         """What the gradients of this batch's step were scaled by before it: a smaller one after it is an overflow."""
         self.control: Any = None
@@ -90,6 +92,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
     def _follow_writer(self, _: str) -> None:
         assert self.job is not None, "it tells"
         self._set_writer(is_writer=self.job.is_writer)
+        self._is_owed = self.job.is_writer
         for callback in self.callback_handler.callbacks if self.job.is_writer else ():
             if isinstance(callback, ProgressCallback) and callback.training_bar is None:
                 callback.on_train_begin(self.args, self.state, self.control)
@@ -120,10 +123,12 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
         return Path(self._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
 
     def _save_in_place_of(self) -> None:
-        """Save again what a writer that was lost meanwhile did not finish: nobody has trained on since."""
-        assert self.job is not None, "the job has begun"
-        if self.job.is_writer and not _is_whole(self._checkpoint):
+        """Save again what a writer that was lost meanwhile may not have finished: nobody has trained on since."""
+        if self._is_owed and self._saved_at == self.state.global_step:
+            best = self.state.best_model_checkpoint
             super()._save_checkpoint(self.model, None)
+            self.state.best_model_checkpoint = best  # an evaluation since may have found another
+        self._is_owed = False
 
     def _load_best_model(self) -> None:
         if self.state.best_global_step == self.state.global_step:
@@ -212,6 +217,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
         self._loop.restore_counters()
         self.job.finish()
         assert next(self._steps, None) is None, "there is no step after the last one"
+        self._save_in_place_of()
         return super()._finalize_training(*args, **kwargs)
 
     # -- one step ---------------------------------------------------------------------------------------------
@@ -224,8 +230,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
     def _take_step(self) -> Step:
         assert self._steps is not None, "the job has begun"
         self._step = next(self._steps)
-        if self._saved_at == self.state.global_step:
-            self._save_in_place_of()
+        self._save_in_place_of()
         return self._step
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
@@ -330,7 +335,9 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
         loader = self.get_eval_dataloader(eval_dataset)
 
         def score(batch: Any) -> dict[str, Any]:
-            return {"loss": self.prediction_step(self.model, batch, prediction_loss_only=True)[0]}
+            loss = self.prediction_step(self.model, batch, prediction_loss_only=True)[0]
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+            return {"loss": loss}
 
         means = self.job.evaluate(
             loader.dataset, score, batch_size=self.args.eval_batch_size, collate_fn=loader.collate_fn

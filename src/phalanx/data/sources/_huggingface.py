@@ -1,8 +1,8 @@
 """Finds the files behind a streaming dataset of Hugging Face, so that they are read as shards.
 
 Map-style datasets of ``datasets`` need nothing: samplers and jobs take them as they are. A streaming one cannot be
-entered in the middle exactly; its files can. Whatever was done to the stream (map, filter, shuffle, take) is refused:
-it belongs into ``transform`` and the sampler.
+entered in the middle exactly; its files can. Whatever was done to the stream (map, filter, shuffle, take, cast) is
+refused: it belongs into ``transform`` and the sampler. Tried with release 5.2 of ``datasets``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any
 
 from phalanx.data.sources._parquet_source import ParquetSource
 
-CHANGES = ("_shuffling", "_distributed", "_formatting")
+CHANGES = ("_distributed", "_formatting")
 """What a stream keeps of what was done to it."""
+CHANGES_OF_SOME = ("_shuffling", "_starting_state_dict")
+"""The same, of some releases only."""
 
 
 def from_huggingface(dataset: Any, **options: Any) -> ParquetSource:
@@ -33,17 +35,23 @@ def from_huggingface(dataset: Any, **options: Any) -> ParquetSource:
     if missing:
         raise TypeError(f"{kind} is no streaming dataset of the package datasets")
     examples = dataset._ex_iterable
-    changed = [name for name in CHANGES if getattr(dataset, name) is not None]
+    builder = getattr(getattr(examples, "generate_tables_fn", None), "__self__", None)
+    config, given = getattr(builder, "config", None), getattr(getattr(builder, "info", None), "features", None)
+    kwargs = getattr(examples, "kwargs", {})
+    changed = [name for name in (*CHANGES, *CHANGES_OF_SOME) if getattr(dataset, name, None) is not None]
+    if dataset.features != given or getattr(config, "features", None) is not None:
+        changed.append("features")
     done = type(examples).__name__
     if changed or done not in ("ArrowExamplesIterable", "ExamplesIterable"):
         raise ValueError(
             f"the stream was changed ({', '.join(changed) or done}), which its files do not show; pass the dataset as "
             "load_dataset gave it, do the same in ShardedDataset(transform=) and leave order and shares to the sampler"
         )
-    files = [str(file) for file in getattr(examples, "kwargs", {}).get("files", ())]
+    files = [str(file) for file in kwargs.get("files", ())]
     if not files or not all(file.endswith(".parquet") for file in files):
         raise ValueError(f"{kind} reads {files[:3] or 'no files that it names'}; expected Parquet files")
-    config = getattr(getattr(examples, "generate_tables_fn", None), "__self__", None)
-    if getattr(getattr(config, "config", None), "filters", None) is not None:
+    if any(groups is not None for groups in kwargs.get("row_groups_list") or ()):
+        raise ValueError("the stream was changed (reshard): it reads parts of files; ParquetSource reads all of each")
+    if getattr(config, "filters", None) is not None:
         raise ValueError("the stream filters rows while it reads, so its files hold more; filter beforehand")
-    return ParquetSource(files, **options)
+    return ParquetSource(files, **{"columns": getattr(config, "columns", None), **options})

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from phalanx.shard.files._index import (
     StoredShard,
     StoredTensor,
     digest,
+    quick_sum,
     read_index,
 )
 from phalanx.shard.files._safetensors import DTYPES
@@ -46,14 +47,20 @@ class Checkpoint:
     >>> table = saved.load("table.weight", ChunkShardingSpec(0, placements))    # doctest: +SKIP
 
     With a ``secret`` (default: PHALANX_CHECKPOINT_SECRET) only an index that was signed with it is accepted;
-    ``b""`` means none. ``verify=False`` trusts the files' bytes.
+    ``b""`` means none. Bytes are then checked by their BLAKE3 digests; without one, where only damage can be found, by
+    the quick sums beside them, if the checkpoint has them and this process can make them (extra ``fast``).
+    ``verify="full"`` compares digests in any case, ``verify=False`` trusts the files' bytes.
     """
 
-    def __init__(self, path: str | Path | RemotePath, *, verify: bool = True, secret: bytes | None = None) -> None:
+    def __init__(
+        self, path: str | Path | RemotePath, *, verify: bool | Literal["full"] = True, secret: bytes | None = None
+    ) -> None:
         self.path = as_place(path)
         self.bytes_read = 0
-        self._verify = verify
-        self._index = read_index(self.path, resolve_secret(secret))
+        self._verify = bool(verify)
+        key = resolve_secret(secret)
+        self._quick_of = None if key or verify == "full" else quick_sum()
+        self._index = read_index(self.path, key)
         self._maps: dict[str, mmap.mmap] = {}
         self._checked: set[tuple[str, int]] = set()
         self._sizes: dict[str, int] = {}
@@ -153,13 +160,18 @@ class Checkpoint:
             return
         part = data[block * BLOCK : (block + 1) * BLOCK]
         self.bytes_read += len(part)
-        if self._verify and digest(part) != shard.sums[block]:
+        if self._verify and not self._is_sound(part, shard, block):
             raise CheckpointError(
                 f"{self.path / shard.file}: {name!r} is damaged: bytes {key[1]} to {key[1] + len(part)} do not have "
-                f"the digest that the index gives; restore the file or use another checkpoint"
+                f"the checksum that the index gives; restore the file or use another checkpoint"
             )
         if known:
             self._checked.add(key)
+
+    def _is_sound(self, part: memoryview, shard: StoredShard, block: int) -> bool:
+        if self._quick_of is not None and shard.quick:
+            return self._quick_of(part) == shard.quick[block]
+        return digest(part) == shard.sums[block]
 
     def _check_place(self, name: str, shard: StoredShard, nbytes: int) -> None:
         path, wanted = self.path / shard.file, self._index.files.get(shard.file)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from phalanx.shard.checkpoint._checkpoint import Readable, read_into
 from phalanx.shard.checkpoint._saved import open_saved, prefix_of
@@ -17,7 +17,7 @@ def load(
     state: Mapping[str, Any],
     *,
     strict: bool = True,
-    verify: bool = True,
+    verify: bool | Literal["full"] = True,
     process_group: Any = None,
     secret: bytes | None = None,
 ) -> None:

@@ -33,6 +33,7 @@ from phalanx.shard.files._index import (
     StoredTensor,
     digest,
     dump_index,
+    quick_sum,
 )
 from phalanx.shard.files._safetensors import NAMES, layout, put_in_place, start_writing, sync_folder
 from phalanx.shard.ops._convert import is_first_replica
@@ -130,17 +131,21 @@ def _write_own(
     described = {key: (piece.tensor.dtype, piece.tensor.shape) for key, piece in zip(keys, pieces, strict=True)}
     head, entries, size = layout(described)
     shards: dict[str, list[Any]] = {}
+    quick_of = quick_sum()
 
     def blocks() -> Iterator[memoryview]:
         """Digest each block and hand it on while it is still in the cache."""
         yield memoryview(head)
         for key, piece in sorted(zip(keys, pieces, strict=True), key=lambda pair: entries[pair[0]].begin):
-            data, sums = _bytes(piece.tensor), []
+            data, sums, quick = _bytes(piece.tensor), [], []
             for begin in range(0, len(data), BLOCK):
-                sums.append(digest(data[begin : begin + BLOCK]))
-                yield data[begin : begin + BLOCK]
+                block = data[begin : begin + BLOCK]
+                sums.append(digest(block))
+                if quick_of is not None:
+                    quick.append(quick_of(block))
+                yield block
             shards.setdefault(piece.name, []).append(
-                [piece.offsets, list(piece.tensor.shape), file, entries[key].begin, sums]
+                [piece.offsets, list(piece.tensor.shape), file, entries[key].begin, sums, quick]
             )
 
     target.write(file, blocks(), size)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from phalanx.shard.checkpoint._checkpoint import Checkpoint, Readable
 from phalanx.shard.checkpoint._dcp_folder import DcpFolder
@@ -15,7 +16,9 @@ from phalanx.shard.checkpoint._torch_files import TorchFiles
 from phalanx.storage import RemotePath, as_place
 
 
-def open_saved(path: str | Path | RemotePath, *, verify: bool = True, secret: bytes | None = None) -> Readable:
+def open_saved(
+    path: str | Path | RemotePath, *, verify: bool | Literal["full"] = True, secret: bytes | None = None
+) -> Readable:
     """Return a reader for what lies at ``path``; ``CheckpointError`` when that is nothing we know.
 
     ``verify`` and ``secret``: see ``Checkpoint``; other formats have neither digests nor signatures.

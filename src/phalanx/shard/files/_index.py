@@ -2,14 +2,17 @@
 
 Owns the JSON format and its checks. A checkpoint is a folder: ``index.json`` and one safetensors file per rank. Each
 stored shard has a BLAKE3 digest per block, so that a reader can trust a part of it without reading the rest; the index
-has one of itself and, with a secret, an HMAC: then nobody without the secret can change anything unnoticed. The index
-is written last and the folder renamed as a whole: a checkpoint is there completely or not at all.
+has one of itself and, with a secret, an HMAC: then nobody without the secret can change anything unnoticed. Without a
+secret only damage can be found, and a second, quick sum per block finds it in a tenth of the time; whoever cannot make
+it leaves it out, and whoever does not know it ignores it. The index is written last and the folder renamed as a whole:
+a checkpoint is there completely or not at all.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -33,13 +36,15 @@ class CheckpointError(PhalanxError, RuntimeError):
 
 @dataclass(frozen=True)
 class StoredShard:
-    """One box of a tensor: ``begin`` bytes into ``file``; ``sums`` are the digests of its blocks."""
+    """One box of a tensor: ``begin`` bytes into ``file``; ``sums`` are the digests of its blocks,
+    ``quick`` their quick sums, if there are any."""
 
     offsets: list[int]
     sizes: list[int]
     file: str
     begin: int
     sums: list[str]
+    quick: list[str] = field(default_factory=list)
 
     @property
     def box(self) -> Box:
@@ -68,6 +73,15 @@ def digest(data: Any) -> str:
     from blake3 import blake3  # start-up: only checkpoints need it
 
     return blake3(data).hexdigest(16)
+
+
+def quick_sum() -> Callable[[Any], str] | None:
+    """Return what finds damage quickly and no forgery, if it is installed (extra ``fast``)."""
+    try:
+        from xxhash import xxh3_128_hexdigest  # start-up: only checkpoints need it
+    except ImportError:
+        return None
+    return xxh3_128_hexdigest
 
 
 def dump_index(index: Index, secret: bytes) -> str:
@@ -151,6 +165,7 @@ def _parse_shard(what: str, entry: Any, size: list[int], itemsize: int, files: d
         fields.text("file"),
         fields.integer("begin", low=0),
         list(fields.texts("sums")),
+        list(fields.texts("quick", default=[])),
     )
     if not len(shard.offsets) == len(shard.sizes) == len(size):
         raise ValueError(f"a shard of {what} has another number of dims than its size {size}")
@@ -162,4 +177,6 @@ def _parse_shard(what: str, entry: Any, size: list[int], itemsize: int, files: d
         raise ValueError(f"a shard of {what} lies in {short(shard.file)}, which is not among the files")
     if shard.begin + nbytes > files[shard.file] or len(shard.sums) != -(-nbytes // BLOCK):
         raise ValueError(f"a shard of {what} does not lie inside {shard.file}; the index is wrong")
+    if len(shard.quick) not in (0, len(shard.sums)):
+        raise ValueError(f"a shard of {what} has {len(shard.quick)} quick sums for {len(shard.sums)} blocks")
     return shard
