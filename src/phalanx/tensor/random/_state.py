@@ -3,8 +3,8 @@
 Owns ``manual_seed``, ``seed_alike``, ``get_rng_state``, ``set_rng_state`` and ``next_stream``. The seed is torch's own,
 agreed on at the first draw on a mesh; ``torch.manual_seed`` starts anew. Meshes are numbered in the order of their
 first draws and the number is mixed into the seed: a program with one mesh draws the same whatever the mesh, one with
-two does not draw the same numbers twice. torch's ``get_rng_state`` / ``set_rng_state`` (which ``fork_rng`` and activation
-checkpointing use) carry this state along: ``patches/_install.py`` wraps them.
+two does not draw the same numbers twice. torch's ``get_rng_state`` / ``set_rng_state`` (which ``fork_rng`` and
+activation checkpointing use) carry this state along: ``patches/_install.py`` wraps them.
 
 Invariant: all ranks of a mesh make the same draws on it, in the same order.
 """
