@@ -30,6 +30,7 @@ VALUES = {
     "errors", "world", "protocol", "_devices", "_fields", "_nested_values", "_reach", "_signature",
     "_torch_faults",
     "_torch_private",
+    "_without_modes",
 }  # fmt: skip
 LAYERS = {
     "errors": set(),
@@ -46,6 +47,7 @@ LAYERS = {
     "_devices": set(),
     "_torch_faults": {"_devices"},
     "_torch_private": set(),
+    "_without_modes": {"_torch_private"},
     "preemption": set(),
     "storage": {"errors", "_fields"},
     "comm": VALUES | {"_after_import"},

@@ -6,6 +6,7 @@ import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,14 @@ class Calm:
 def test_a_mesh_whose_group_is_bound_anew_keeps_its_graphs() -> None:
     def body(group: Any) -> None:
         made: list[int] = []
-        summed = torch.compile(lambda x: x.sum(0) * 2, backend=counting(lambda: made.append(1)), fullgraph=True)
+
+        def place(mesh: Any) -> int:
+            return mesh.get_local_rank("tp") + mesh.size(0) * mesh.shape[0] + mesh.ndim + mesh.mesh.numel()
+
+        @partial(torch.compile, backend=counting(lambda: made.append(1)), fullgraph=True)
+        def summed(x: Any) -> Any:
+            return x.sum(0) * 2, x.new_zeros(4) + place(x.device_mesh)
+
         alone = group.subgroup([0]), group.subgroup([1])
 
         def check(mesh: Any, rounds: list[Any]) -> None:
@@ -82,8 +90,10 @@ def test_a_mesh_whose_group_is_bound_anew_keeps_its_graphs() -> None:
                 relay.bind(later._transport, Calm())
                 sent: list[Any] = []
                 with observe(lambda event, sent=sent: sent.append(event.name)):
-                    total = summed(x).full_tensor()
+                    total, told = summed(x)
+                    total = total.full_tensor()
                 assert torch.equal(total, rows.sum(0) * 2)
+                assert torch.equal(told.to_local(), torch.full((4,), float(place(mesh["tp"]))))
                 assert sent == (["all_reduce"] if later.size > 1 else sent)
 
         everyone = [group, group.subgroup([0, 1]), group.subgroup([0, 1])]

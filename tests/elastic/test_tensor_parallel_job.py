@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tensor_training
 import torch
 from cluster import Cluster
 from scripted_world import Die, Rows
@@ -46,6 +47,21 @@ def test_any_number_of_workers_gives_one_result_close_to_that_without_tensor_par
     assert train(plain)[-1][1:3] == pytest.approx(undisturbed[0][-1][1:3], rel=1e-5)
     for name, value in plain.full_state_dict().items():
         assert torch.allclose(whole[name], value, rtol=1e-5, atol=1e-6), name
+
+
+def test_dropout_of_dtensors_belongs_to_the_slot(monkeypatch):
+    class Dropping(tensor_training.Block):
+        def forward(self, x):
+            return x + self.down(F.dropout(F.gelu(self.up(self.norm(x))), 0.3))
+
+    monkeypatch.setattr(tensor_training, "Block", Dropping)
+    monkeypatch.setitem(tensor_training.PLAN, "up", lambda: ColwiseParallel(use_local_output=False))
+
+    def main(group):
+        return str(train(make_job(job_mesh(tp=2), group=group, copies=1), max_steps=2))
+
+    found = {told for size in (2, 4) for told in simulate(size).run(main)}
+    assert len(found) == 1, "whichever worker computes it, and whatever it has computed before"
 
 
 def spoil(job):

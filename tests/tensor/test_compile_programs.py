@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-import torch.nn.functional as F
 from meshes import MLP, Block, on_mesh, whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx import comm
-from phalanx.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor, manual_seed
+from phalanx.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from phalanx.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch_settings import recompile_limit
 
@@ -199,33 +198,6 @@ def test_indices_out_of_range_are_seen_in_the_graph() -> None:
         assert torch.equal(compiled(torch.tensor([1, 9, 3])), layer(torch.tensor([1, 9, 3])))
         with pytest.raises(RuntimeError, match="index out of range"):
             compiled(torch.tensor([1, 20, 3]))
-
-    on_mesh(body, 2, timeout=500.0)
-
-
-def test_dropout_draws_the_masks_of_eager() -> None:
-    def body(mesh: Any) -> None:
-        x = spread(mesh, torch.ones(40), Shard(0))
-
-        def dropped(x: Any) -> Any:
-            return F.dropout(F.dropout(x, 0.5) * 2, 0.3)
-
-        compiled = torch.compile(dropped, backend="aot_eager", fullgraph=True)
-        for seed in (5, 6):
-            masks = []
-            for function in (dropped, compiled):
-                manual_seed(seed, mesh)
-                masks.append([whole(function(x)) for _ in range(3)])
-                masks[-1].append(whole(dropped(x)))  # the next draw is the next one
-            for eager, graph in zip(*masks, strict=True):
-                assert torch.equal(eager, graph)
-            assert not torch.equal(masks[1][0], masks[1][1])
-        kept = torch.compile(lambda x: checkpoint(dropped, x, use_reentrant=False), backend="aot_eager")
-        manual_seed(7, mesh)
-        given = spread(mesh, torch.ones(40), Shard(0))
-        result = kept(given)
-        result.sum().full_tensor().backward()
-        assert torch.equal(whole(given.grad), whole(result)), "backward has the mask of forward"
 
     on_mesh(body, 2, timeout=500.0)
 

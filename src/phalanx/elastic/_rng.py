@@ -1,7 +1,8 @@
 """Seeds random numbers that belong to (seed, step, slot), whatever process draws them.
 
-Owns the derivation of seeds and the seeding of the global generators (torch, ``random``, numpy's legacy one). Does
-not keep state: nothing has to be saved or sent, a replay draws the same numbers again.
+Owns the derivation of seeds and the seeding of the global generators (torch, ``random``, numpy's legacy one) and of the
+random numbers of DTensors: workers that compute a slot together derive the same seed. Does not keep state: nothing has
+to be saved or sent, a replay draws the same numbers again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 import numpy as np
 
 from phalanx._devices import seed_all
+from phalanx.tensor.random._state import seed_alike
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -27,5 +29,6 @@ def derive_seed(*parts: int | str) -> int:
 def seed_everything(seed: int) -> None:
     """Seed the generators that models, datasets and augmentations commonly draw from."""
     seed_all(seed)
+    seed_alike(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx._without_modes import without_user_modes
 from phalanx.comm.group._group import Group
 from phalanx.comm.group._init import has_current_group, joined_group
 from phalanx.comm.mesh import _torch_mesh
@@ -53,17 +54,19 @@ class DeviceMesh:
     >>> mesh["tp"].size(), mesh.get_local_rank("tp"), mesh.get_group("dp")    # doctest: +SKIP
     """
 
-    __slots__ = (
-        "_coordinate",
-        "_device_type",
-        "_groups",
-        "_hash",
-        "_layout",
-        "_mesh",
-        "_names",
-        "_root",
-        "_shape",
-    )
+    # Attributes, no properties: Dynamo reads them in compiled functions, and fails at properties of what graphs hold.
+    __slots__ = {
+        "_coordinate": None,
+        "_groups": None,
+        "_hash": None,
+        "_layout": None,
+        "_root": None,
+        "device_type": "Where its ranks compute, such as ``cpu``.",
+        "mesh": "The ranks as an int tensor of the mesh's shape (this rank's copy, for a sub-mesh).",
+        "mesh_dim_names": "The names of the axes, or None.",
+        "ndim": "How many axes it has.",
+        "shape": "The number of ranks along each axis.",
+    }
 
     def __init__(
         self,
@@ -94,17 +97,19 @@ class DeviceMesh:
     def _set(self, root: MeshRoot, layout: MeshLayout, names: tuple[str, ...] | None, device_type: str) -> DeviceMesh:
         self._root = root
         self._layout = layout
-        self._names = names
-        self._device_type = device_type
-        self._shape = layout.shape
+        self.mesh_dim_names = names
+        self.device_type = device_type
+        self.shape: tuple[int, ...] = layout.shape
+        self.ndim = len(layout.shape)
         self._coordinate = None if root.position is None else layout.coordinate(root.position)
         self._groups: list[Group | None] = [None] * len(layout.axes)
-        self._mesh: Tensor | None = None
+        with without_user_modes():  # a slice may be made while torch.compile traces
+            self.mesh: Tensor = torch.from_numpy(root.members(layout).astype(np.int32))
         self._hash: int | None = None
         return self
 
     def _derive(self, layout: MeshLayout, names: tuple[str, ...] | None) -> DeviceMesh:
-        return DeviceMesh.__new__(DeviceMesh)._set(self._root, layout, names, self._device_type)
+        return DeviceMesh.__new__(DeviceMesh)._set(self._root, layout, names, self.device_type)
 
     @classmethod
     def from_group(
@@ -159,38 +164,15 @@ class DeviceMesh:
 
         Collective over the ranks of the whole mesh that this one was cut from.
         """
-        if not self._is_root() and set(self._names or ("",)) <= set(self._root.names or ()):
-            return self._get_root_mesh().to_torch()[self._names]
+        if not self._is_root() and set(self.mesh_dim_names or ("",)) <= set(self._root.names or ()):
+            return self._get_root_mesh().to_torch()[self.mesh_dim_names]
         return _torch_mesh.to_torch(self)
 
     # ---- what it is
 
-    @property
-    def device_type(self) -> str:
-        return self._device_type
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...] | None:
-        return self._names
-
-    @property
-    def mesh(self) -> Tensor:
-        """The ranks as an int tensor of the mesh's shape (this rank's copy, for a sub-mesh)."""
-        if self._mesh is None:
-            self._mesh = torch.from_numpy(self._root.members(self._layout).astype(np.int32)).reshape(self._shape)
-        return self._mesh
-
-    @property
-    def ndim(self) -> int:
-        return len(self._shape)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._shape
-
     def size(self, mesh_dim: int | str | None = None) -> int:
         """Number of ranks, in all or along one axis."""
-        return math.prod(self._shape) if mesh_dim is None else self._shape[self._axis(mesh_dim)]
+        return math.prod(self.shape) if mesh_dim is None else self.shape[self._axis(mesh_dim)]
 
     def get_rank(self) -> int:
         """Return this rank in the group the mesh was built on."""
@@ -211,7 +193,11 @@ class DeviceMesh:
 
     def get_group(self, mesh_dim: int | str | None = None) -> Group:
         """Return the group of the ranks that share this rank's place on all other axes; made at the first call."""
-        if isinstance(mesh_dim, str) and mesh_dim in self._root.flattened and mesh_dim not in (self._names or ()):
+        if (
+            isinstance(mesh_dim, str)
+            and mesh_dim in self._root.flattened
+            and mesh_dim not in (self.mesh_dim_names or ())
+        ):
             return self._root.group(self._root.flattened[mesh_dim])
         axis = self._only_axis("get_group") if mesh_dim is None else self._axis(mesh_dim)
         group = self._groups[axis]
@@ -226,33 +212,33 @@ class DeviceMesh:
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """Return the sub-mesh of the named axes, in the order of the root (also axes made by ``_flatten``)."""
-        if self._names is None:
+        if self.mesh_dim_names is None:
             raise RuntimeError(f"{self!r} has no axis names and cannot be sliced: give mesh_dim_names")
         wanted = (names,) if isinstance(names, str) else tuple(names)
-        if wanted == self._names:
+        if wanted == self.mesh_dim_names:
             return self
         if len(set(wanted)) != len(wanted):
             raise RuntimeError(f"mesh axes {wanted} name one axis twice")
         flattened = self._root.flattened if self._is_root() else {}
         parts = []
         for name in wanted:
-            if name in self._names:
-                parts.append(self._layout.axes[self._names.index(name)])
+            if name in self.mesh_dim_names:
+                parts.append(self._layout.axes[self.mesh_dim_names.index(name)])
             elif name in flattened:
                 parts.append(flattened[name].axes[0])
             else:
-                raise KeyError(f"mesh has no axis {name!r}; its axes are {list(self._names) + list(flattened)}")
+                raise KeyError(f"mesh has no axis {name!r}; its axes are {list(self.mesh_dim_names) + list(flattened)}")
         layout = MeshLayout(tuple(parts))
         if not is_in_root_order(layout):
-            raise KeyError(f"mesh axes {wanted} overlap or are out of order; the mesh's order is {self._names}")
+            raise KeyError(f"mesh axes {wanted} overlap or are out of order; the mesh's order is {self.mesh_dim_names}")
         return self._derive(layout, wanted)
 
     def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> DeviceMesh:
         """Return all axes as one, which the root mesh can be sliced by afterwards; called ``a_b`` unless named."""
-        if not self._names:
+        if not self.mesh_dim_names:
             raise RuntimeError(f"{self!r} has no axis names and cannot be flattened: give mesh_dim_names")
-        name = "_".join(self._names) if mesh_dim_name is None else mesh_dim_name
-        if self.ndim == 1 and name == self._names[0]:
+        name = "_".join(self.mesh_dim_names) if mesh_dim_name is None else mesh_dim_name
+        if self.ndim == 1 and name == self.mesh_dim_names[0]:
             return self
         layout = self._layout.flatten()
         if name in (self._root.names or ()):
@@ -271,8 +257,8 @@ class DeviceMesh:
         axis = self._axis(dim)
         layout = self._layout.unflatten(axis, tuple(mesh_sizes))
         names = None
-        if self._names is not None:
-            names = (*self._names[:axis], *mesh_dim_names, *self._names[axis + 1 :])
+        if self.mesh_dim_names is not None:
+            names = (*self.mesh_dim_names[:axis], *mesh_dim_names, *self.mesh_dim_names[axis + 1 :])
             check_names(names, layout.shape)
         return self._derive(layout, names)
 
@@ -281,7 +267,7 @@ class DeviceMesh:
         """Return one mesh with the axes of several meshes of the same root."""
         if len({id(mesh._root) for mesh in device_mesh_list}) != 1:
             raise RuntimeError("_concatenate needs meshes cut from one root")
-        names = [name for mesh in device_mesh_list for name in (mesh._names or ())]
+        names = [name for mesh in device_mesh_list for name in (mesh.mesh_dim_names or ())]
         layout = MeshLayout(tuple(axis for mesh in device_mesh_list for axis in mesh._layout.axes))
         if not is_in_root_order(layout):
             raise KeyError(f"mesh axes {tuple(names)} overlap or are out of order")
@@ -328,27 +314,27 @@ class DeviceMesh:
             return True
         if not isinstance(other, DeviceMesh):
             return NotImplemented
-        if self._names != other._names or self._device_type != other._device_type:
+        if self.mesh_dim_names != other.mesh_dim_names or self.device_type != other.device_type:
             return False
         if self._root is other._root:
             return self._layout == other._layout
         return (
-            self._shape == other._shape
-            and bool(torch.equal(self.mesh, other.mesh))
+            self.shape == other.shape
+            and np.array_equal(self._root.members(self._layout), other._root.members(other._layout))
             and self._root.rank == other._root.rank
             and self._root.sends_like(other._root, self._layout)
         )
 
     def __hash__(self) -> int:
         if self._hash is None:
-            ranks = self.mesh.numpy().tobytes()
-            self._hash = hash((ranks, self._shape, self._names, self._device_type, id(self._root.parent)))
+            ranks = self._root.members(self._layout).tobytes()
+            self._hash = hash((ranks, self.shape, self.mesh_dim_names, self.device_type, id(self._root.parent)))
         return self._hash
 
     def __repr__(self) -> str:
-        names = self._names
-        axes = (f"{names[i]}={size}" if names else str(size) for i, size in enumerate(self._shape))
-        return f"DeviceMesh(({', '.join(axes)}), {self._device_type!r}, stride={self._layout.strides})"
+        names = self.mesh_dim_names
+        axes = (f"{names[i]}={size}" if names else str(size) for i, size in enumerate(self.shape))
+        return f"DeviceMesh(({', '.join(axes)}), {self.device_type!r}, stride={self._layout.strides})"
 
     def __copy__(self) -> DeviceMesh:
         return self
@@ -362,7 +348,7 @@ class DeviceMesh:
             raise TypeError(f"{self!r} was made from groups; groups cannot be pickled")
         grid = root.ranks.reshape(root.layout.shape).tolist()
         flattened = tuple((name, layout) for name, layout in root.flattened.items())
-        return _rebuild, (self._device_type, grid, root.names, self._layout, self._names, flattened, root.rank)
+        return _rebuild, (self.device_type, grid, root.names, self._layout, self.mesh_dim_names, flattened, root.rank)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked for by copying, pickling and the like, which go on without
@@ -378,16 +364,18 @@ class DeviceMesh:
 
     def _axis(self, mesh_dim: int | str) -> int:
         if isinstance(mesh_dim, str):
-            if self._names is None or mesh_dim not in self._names:
-                raise KeyError(f"mesh has no axis {mesh_dim!r}; its axes are {self._names}")
-            return self._names.index(mesh_dim)
+            if self.mesh_dim_names is None or mesh_dim not in self.mesh_dim_names:
+                raise KeyError(f"mesh has no axis {mesh_dim!r}; its axes are {self.mesh_dim_names}")
+            return self.mesh_dim_names.index(mesh_dim)
         if not -self.ndim <= mesh_dim < self.ndim:
             raise IndexError(f"mesh axis {mesh_dim} is out of range for {self!r}")
         return mesh_dim % self.ndim
 
     def _only_axis(self, call: str) -> int:
         if self.ndim != 1:
-            raise RuntimeError(f"{call}() on a mesh of {self.ndim} axes needs mesh_dim: which axis of {self._names}?")
+            raise RuntimeError(
+                f"{call}() on a mesh of {self.ndim} axes needs mesh_dim: which axis of {self.mesh_dim_names}?"
+            )
         return 0
 
 

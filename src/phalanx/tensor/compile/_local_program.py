@@ -111,7 +111,7 @@ class _LocalProgram:
             if settings.comm != "auto" or settings.fallback != "auto" or settings.implicit_replication != replicates:
                 return graph(*args)  # type: ignore[no-any-return]  # a tuple, as Dynamo recorded it
             given = [a._local if ours else a for a, ours in zip(args, is_ours, strict=True)]
-            if shared and _shared_storages(given) != shared:
+            if draws.would_ask() or (shared and _shared_storages(given) != shared):
                 return graph(*args)  # type: ignore[no-any-return]  # as above
             given += draws.reserve()
             results = compiled(*given)

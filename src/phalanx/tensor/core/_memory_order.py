@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx._without_modes import without_user_modes
 from phalanx.tensor.core._dtensor import DTensor
 from phalanx.tensor.core._strides import global_strides, strides_of
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.layout._without_modes import without_user_modes
 from phalanx.tensor.ops._rule import CANNOT_TELL, Call, In, Sharding, tensors_in
 
 Strides = tuple[int, ...]

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from phalanx._torch_private import nn_operations
+from phalanx._without_modes import without_user_modes
 from phalanx.tensor.core._dtensor import DTensor
 from phalanx.tensor.dispatch._fallback import run_replicated, write_out
 from phalanx.tensor.dispatch._run import run_rule
-from phalanx.tensor.layout._without_modes import without_user_modes
 from phalanx.tensor.ops._registry import op_name
 from phalanx.tensor.ops._rule import torch_keywords
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from phalanx._without_modes import without_user_modes
 from phalanx.tensor.core._copied_views import check_writable, checked_local
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._strides import has_no_gaps, strides_of
 from phalanx.tensor.dispatch._fallback import run_replicated, write_out
 from phalanx.tensor.dispatch._run import run_rule
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.layout._without_modes import without_user_modes
 from phalanx.tensor.ops._registry import op_name
 from phalanx.tensor.ops._rule import torch_keywords
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from phalanx._without_modes import without_user_modes
 from phalanx.tensor.core._dtensor import DTensor
 from phalanx.tensor.core._memory_order import OrderedCall
 from phalanx.tensor.core._strides import Aliasing
@@ -20,7 +21,6 @@ from phalanx.tensor.dispatch._arguments import Structure, flatten
 from phalanx.tensor.dispatch._empty_shards import kept_in_graph
 from phalanx.tensor.layout._placement import REPLICATE
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.layout._without_modes import without_user_modes
 from phalanx.tensor.ops._registry import OPERATORS, OpName, op_name
 from phalanx.tensor.ops._rule import Call, In, LocalRun, Operator, Sharding
 from phalanx.tensor.ops._select import select

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from phalanx._without_modes import without_user_modes
 from phalanx.comm import DeviceMesh
 from phalanx.tensor.layout._placement import (
     REPLICATE,
@@ -29,7 +30,6 @@ from phalanx.tensor.layout._placement import (
     indices_of,
     normalize,
 )
-from phalanx.tensor.layout._without_modes import without_user_modes
 
 AxisShard = tuple[Shard, int, int]
 

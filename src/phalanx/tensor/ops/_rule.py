@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from phalanx._devices import names_device
+from phalanx._without_modes import without_user_modes
 from phalanx.tensor.layout._placement import REPLICATE, Placement
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.layout._without_modes import without_user_modes
 
 Rule = Callable[["Call"], "Sharding | None"]
 

@@ -1,10 +1,10 @@
 """The state of random numbers on a mesh: a seed and how many draws were made; the same on all its ranks.
 
-Owns ``manual_seed``, ``get_rng_state``, ``set_rng_state`` and ``next_stream``. The seed is torch's own, agreed on at
-the first draw on a mesh; ``torch.manual_seed`` starts anew. Meshes are numbered in the order of their first draws and
-the number is mixed into the seed: a program with one mesh draws the same whatever the mesh, one with two does not draw
-the same numbers twice. torch's ``get_rng_state`` / ``set_rng_state`` (which ``fork_rng`` and activation checkpointing
-use) carry this state along: ``patches/_install.py`` wraps them.
+Owns ``manual_seed``, ``seed_alike``, ``get_rng_state``, ``set_rng_state`` and ``next_stream``. The seed is torch's own,
+agreed on at the first draw on a mesh; ``torch.manual_seed`` starts anew. Meshes are numbered in the order of their
+first draws and the number is mixed into the seed: a program with one mesh draws the same whatever the mesh, one with
+two does not draw the same numbers twice. torch's ``get_rng_state`` / ``set_rng_state`` (which ``fork_rng`` and
+activation checkpointing use) carry this state along: ``patches/_install.py`` wraps them.
 
 Invariant: all ranks of a mesh make the same draws on it, in the same order.
 """
@@ -32,6 +32,7 @@ Stream = tuple[int, int]  # seed, draws made so far
 _HEADER = struct.Struct("<8sII")  # mark, number of the next mesh, how many streams follow
 _ENTRY = struct.Struct("<16sQQ")  # key of the mesh, seed, draws
 _MARK = b"phalanx1"
+_ALIKE = bytes(16)  # in place of a mesh's key: the seed that all ranks were given, with 0 draws
 _MOST_STREAMS = (_generator_state.ROOM - _HEADER.size) // _ENTRY.size
 
 
@@ -116,11 +117,18 @@ def _mixed(seed: int, number: int) -> int:
 def _stream(state: _RandomStates, mesh: DeviceMesh) -> Stream:
     known = state.streams.get(state.key(mesh))
     if known is None:
-        seed, number = _agree(mesh, state.num_meshes)
+        alike = state.streams.get(_ALIKE)
+        seed, number = (alike[0], state.num_meshes) if alike else _agree(mesh, state.num_meshes)
         state.num_meshes = number
         known = (_mixed(seed, number), 0)
         state.start(mesh, known)
     return known
+
+
+def would_ask(mesh: DeviceMesh) -> bool:
+    """Return whether the next draw on ``mesh`` asks the other ranks for the seed, as the first one does."""
+    state = _rank_state()
+    return mesh.size() > 1 and _ALIKE not in state.streams and state.key(mesh) not in state.streams
 
 
 def check_not_traced(mesh: DeviceMesh) -> None:
@@ -154,6 +162,13 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
     if not -(1 << 63) <= seed <= MASK:
         raise ValueError(f"manual_seed takes -2**63 <= seed < 2**64, got {seed}")
     _rank_state().start(device_mesh, (int(seed) & MASK, 0))
+
+
+def seed_alike(seed: int) -> None:
+    """Start anew on every mesh from ``seed``, which all ranks that draw with this one are given too: none is asked."""
+    state = _rank_state()
+    state.forget()
+    state.streams[_ALIKE] = (seed & MASK, 0)
 
 
 def get_rng_state(device_mesh: DeviceMesh) -> Tensor:

@@ -21,7 +21,7 @@ from phalanx.comm import DeviceMesh
 from phalanx.tensor.core._dtensor import DTensor
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.random import _philox
-from phalanx.tensor.random._state import MASK, next_stream, reserve_draws
+from phalanx.tensor.random._state import MASK, next_stream, reserve_draws, would_ask
 from phalanx.tensor.redistribute._traced import TRACED, NumberTable, define
 
 _fillings = NumberTable()  # layout, values of words, device: what a drawing operator is told by number
@@ -69,6 +69,10 @@ class Draws:
         draw, self._made[mesh] = self._made[mesh], self._made[mesh] + 1
         result: Tensor = torch.ops.phalanx.draw(stream, draw, number)
         return result
+
+    def would_ask(self) -> bool:
+        """Return whether a draw would ask the other ranks for the seed, which they are asked where eager asks."""
+        return any(map(would_ask, self._meshes))
 
     def reserve(self) -> list[Tensor]:
         """Return the streams for one call of the program, whose draws nobody else gets."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx._without_modes import without_user_modes
 from phalanx.comm import Group
 from phalanx.comm.group._checks import MOVED, PLAIN
 from phalanx.comm.group._fitting import (
@@ -36,7 +37,6 @@ from phalanx.tensor.layout._placement import (
     inner_shard,
 )
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.layout._without_modes import without_user_modes
 from phalanx.tensor.redistribute._log import log_redistribution
 from phalanx.tensor.redistribute._plan import Plan, RedistributeStep
 

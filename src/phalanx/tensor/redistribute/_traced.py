@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from phalanx._torch_private import FakeTensor, FunctionalTensor
+from phalanx._without_modes import without_user_modes
 from phalanx.comm import Group
-from phalanx.tensor.layout._without_modes import without_user_modes
 from phalanx.tensor.redistribute._plan import Plan
 from phalanx.tensor.redistribute._search import LOCAL_KINDS
 from phalanx.tensor.redistribute._steps import actions_of

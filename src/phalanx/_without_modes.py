@@ -1,7 +1,8 @@
-"""Running torch functions without the user's modes: on meta tensors, to plan.
+"""Running torch functions without the user's modes: on meta tensors, to plan, and where a compiler traces.
 
 Owns ``without_user_modes``. A plan is made once, so whatever counts, saves or redirects the user's calls (flop
-counters, selective checkpointing, default devices) would find more in the first call than in the next ones.
+counters, selective checkpointing, default devices) would find more in the first call than in the next ones. And what is
+made to be kept must have data also while somebody traces.
 """
 
 from __future__ import annotations
