@@ -321,35 +321,57 @@ class Transformer(nn.Module):
         return y
 
 
-def tensor(names: Names, group: Any) -> Iterator[None]:
-    from phalanx.tensor import Partial, distribute_module, distribute_tensor, init_device_mesh
+def tensor_names(names: Names) -> None:
+    """What the pages of DTensors take for granted, on four ranks."""
+    from phalanx.tensor import Partial, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
     from phalanx.tensor.parallel import loss_parallel
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    names |= {
-        "nn": nn,
-        "F": nn.functional,
-        "phalanx": phalanx,
-        "loss_parallel": loss_parallel,
-        "Partial": Partial,
-    }
-    names |= {"distribute_module": distribute_module, "partition_fn": None, "Model": lambda: nn.Linear(4, 4)}
-    names["x"] = distribute_tensor(torch.randn(4, 8), mesh)
+    names |= {"nn": nn, "F": nn.functional, "phalanx": phalanx, "loss_parallel": loss_parallel, "mesh": mesh}
+    names |= {"Partial": Partial, "Replicate": Replicate, "Shard": Shard, "init_device_mesh": init_device_mesh}
+    names |= {"distribute_module": distribute_module, "distribute_tensor": distribute_tensor}
+
+
+def tensor(names: Names, group: Any) -> Iterator[None]:
+    tensor_names(names)
+    mesh = names["mesh"]
+    names |= {"partition_fn": None, "Model": lambda: nn.Linear(4, 4)}
+    names["x"] = names["distribute_tensor"](torch.randn(4, 8), mesh)
     yield
     names |= {"model": nn.Linear(4, 4), "mesh": mesh["tp"]}
     yield
     yield
     assert names["model"].weight.device_mesh == mesh["tp"]
     yield
-    names |= {"model": Transformer(), "mesh": mesh}
+    assert callable(names["row_parallel_product"])
+
+
+def tensor_random(names: Names, group: Any) -> Iterator[None]:
+    tensor_names(names)
     yield
-    logits = distribute_tensor(torch.randn(4, 8), mesh["tp"], [names["Shard"](1)]).requires_grad_()
+    assert names["rows"].to_local().shape != names["columns"].to_local().shape
+    yield
+
+
+def tensor_parallel(names: Names, group: Any) -> Iterator[None]:
+    tensor_names(names)
+    mesh = names["mesh"]
+    names["model"] = Transformer()
+    yield
+    logits = names["distribute_tensor"](torch.randn(4, 8), mesh["tp"], [names["Shard"](1)]).requires_grad_()
     names |= {"logits": logits, "target": torch.zeros(4, dtype=torch.long)}
     yield
-    names["x"] = torch.ones(6, 4)
+
+
+def tensor_debug(names: Names, group: Any) -> Iterator[None]:
+    from phalanx.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    tensor_names(names)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    names |= {"x": torch.ones(6, 4)}
+    names["model"] = parallelize_module(model, names["mesh"]["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     yield
-    yield
-    assert callable(names["row_parallel_product"])
+    assert names["seen"].get_comm_counts()["all_reduce"] > 0
 
 
 def transport(names: Names, group: Any) -> Iterator[None]:
@@ -412,6 +434,9 @@ READERS: dict[str, tuple[int, Callable[[Names, Any], Iterator[None]]]] = {
     "docs/slots.md": (1, slots),
     "docs/stores.md": (1, stores),
     "docs/tensor.md": (4, tensor),
+    "docs/tensor-debug.md": (4, tensor_debug),
+    "docs/tensor-parallel.md": (4, tensor_parallel),
+    "docs/tensor-random.md": (4, tensor_random),
     "docs/transport.md": (1, transport),
     "docs/watch-metrics.md": (1, watch),
     "docs/watch-trackers.md": (1, trackers),
