@@ -5,8 +5,10 @@
 Models: 2,000 small parameters; a 25M-parameter transformer; one wide layer that is mostly communication. Ours runs on
 the same gloo group as torch's (ratio "gloo") and on the fastest group for one host (ratio "same host"), each with and
 without an fp16 hook, each plain and with views (``gradient_as_bucket_view``). "by hand" is the least that a step on
-gloo can cost: the plain model, its gradients in one flat buffer, and one all-reduce of that after backward; "alone" is
-the plain model without any reduction; "torch again" is a second wrapper of torch's with the same setting: how far it is
+gloo can cost whose gradients are used: the plain model, its gradients in one flat buffer, and one all-reduce of that
+after backward; "wire" is less than any step can cost: the plain model, and then one all-reduce of a flat buffer that
+nobody fills or reads ("wire same host": by our group for one host, after one copy into it); "alone" is the plain model
+without any reduction; "torch again" is a second wrapper of torch's with the same setting: how far it is
 from 1.00 says what the run cannot tell apart. A step is zero_grad, forward, backward (no optimizer). Each round runs
 every variant once, plain and views alike, in an order in which each follows each other one equally often; the numbers
 are medians over rounds and the worse of the two ranks. Beside the time that passed stands a step's processor time, the
@@ -42,7 +44,8 @@ from phalanx.ddp.hooks import default as our_hooks
 WORLD = 2
 GOALS = {"small": 0.80, "transformer": 0.75, "bound": 0.55}
 WRAPPED = ("torch", "torch again", "gloo", "same host", "torch fp16", "gloo fp16", "same host fp16")
-VARIANTS = ("by hand", "alone", *(f"{variant} {view}" for view in ("plain", "views") for variant in WRAPPED))
+FLOORS = ("by hand", "wire", "wire same host", "alone")
+VARIANTS = (*FLOORS, *(f"{variant} {view}" for view in ("plain", "views") for variant in WRAPPED))
 WARM_UP = 5
 """Rounds that are not counted: they warm up, learn the order and tune bucket sizes."""
 
@@ -112,11 +115,35 @@ class ByHand(nn.Module):
         self.flat /= WORLD
 
 
+class Wire(nn.Module):
+    """Any model, and as many bytes over the wire as it has parameters: no step that reduces gradients can take less."""
+
+    def __init__(self, model: nn.Module, group: Group | None) -> None:
+        super().__init__()
+        self.model, self.group = model, group
+        size = sum(param.numel() for param in model.parameters())
+        self.flat = torch.zeros(size) if group is None else group.shared_empty((size,), torch.float32).zero_()
+        self.source = None if group is None else torch.zeros(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+    def reduce(self) -> None:
+        if self.group is None:
+            dist.all_reduce(self.flat)
+            return
+        assert self.source is not None, "made with the group"
+        self.flat.copy_(self.source)
+        self.group.all_reduce(self.flat)
+
+
 def build(variant: str, make: Callable[[], nn.Module], groups: dict[str, Group]) -> nn.Module:
     """One of ``VARIANTS``: who reduces, perhaps by a hook, and how gradients are kept."""
     torch.manual_seed(0)
     if variant == "by hand":
         return ByHand(make())
+    if variant.startswith("wire"):
+        return Wire(make(), groups["same host"] if variant == "wire same host" else None)
     if variant == "alone":
         return make()
     wrapped, _, kept = variant.rpartition(" ")
@@ -137,7 +164,7 @@ def step(model: nn.Module, x: Tensor) -> tuple[float, float]:
     model.zero_grad()
     start, used = time.perf_counter(), time.process_time()
     model(x).sum().backward()
-    if isinstance(model, ByHand):
+    if isinstance(model, ByHand | Wire):
         model.reduce()
     return time.perf_counter() - start, time.process_time() - used
 
@@ -217,7 +244,7 @@ def report_times(name: str, rounds: int) -> None:
         print(f"{said} {goal!s:>6s}", flush=True)
 
     for view in ("plain", "views"):
-        for variant in ("by hand", "alone", *WRAPPED):
+        for variant in (*FLOORS, *WRAPPED):
             whole = variant if variant in worst else f"{variant} {view}"
             base = f"torch fp16 {view}" if variant.endswith(" fp16") else f"torch {view}"
             goal = {"gloo": 0.95, "same": GOALS[name]}.get(variant.split()[0], "")

@@ -46,8 +46,8 @@ def is_torch_mesh(value: object) -> bool:
 
 
 def teach_torch(kind: type[DeviceMesh]) -> None:
-    """Let torch's functional collectives and ``fully_shard`` take ``kind``, and its DTensor refuse it: now, or when they
-    are imported."""
+    """Let torch's functional collectives and ``fully_shard`` take ``kind``, and its DTensor refuse it: now or later,
+    when they are imported."""
     for name, wrap in ((_FUNCTIONAL, _wrap_resolver), (_SPEC, _wrap_spec), (_FULLY_SHARD, _wrap_fully_shard)):
         module, action = sys.modules.get(name), functools.partial(wrap, kind)
         if module is None:
