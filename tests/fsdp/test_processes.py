@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ddp.test_parity_torch import join_torch
-from fsdp.models import batch, build
-from fsdp.ranks import shard
+from fsdp.models import assert_runs_close, batch, build, train
+from fsdp.ranks import shard, trained
 from fsdp.test_layouts import CPU, LAYOUTS, held_by
 from phalanx.comm import init_device_mesh, use_group
 from phalanx.fsdp.unit._mapped_gather import MappedGather, MappedMemory
 from phalanx.fsdp.unit._unit_gather import part_length
-from phalanx.fsdp.unit._unit_memory import HEADER, ShardStorage
+from phalanx.fsdp.unit._unit_memory import HEADER, ShardStorage, pool_of
 from phalanx.fsdp.unit._unit_order import numbers_of
 from processes import run_processes
 
@@ -104,6 +104,30 @@ def test_a_lost_rank_and_shared_memory(backend):
     outcomes = run_processes(3, _main, backend, timeout=280.0, check=False)
     assert [(o.value, o.error) for o in outcomes if o.rank != 1] == [("heard", "")] * 2
     assert outcomes[1].exit_code == -signal.SIGKILL, outcomes[1].error
+
+
+def _replicas_on_one_host(worker: Any) -> int:
+    """Train as one device does, and return how many buffers of their own the replicas have used."""
+    group = worker.group(backend="auto")
+    with use_group(group):
+        mesh = init_device_mesh("cpu", (worker.size, 1), mesh_dim_names=("replicate", "shard"))
+        model = shard(build("mlp"), mesh)
+
+        def only_the_last(model: Any, last: bool) -> None:
+            model.set_requires_all_reduce(last)
+
+        found = trained(model, mesh, steps=3, accumulate=2, before_backward=only_the_last)
+        assert_runs_close(found, train(build("mlp"), steps=3, accumulate=2), f"rank {worker.rank}")
+        replicas = mesh.get_group("replicate")
+        assert replicas.backend == "shm"
+        return sum(map(len, pool_of(replicas)._free.values()))
+
+
+@pytest.mark.parametrize(("size", "num_buffers"), [(2, 0), (3, 2)])
+def test_replicas_of_one_host_add_up_in_memory_that_they_share(size, num_buffers):
+    """Of three on; as many buffers as reductions are under way at once. Gradients are not in them."""
+    for outcome in run_processes(size, _replicas_on_one_host, timeout=200.0):
+        assert outcome.value == num_buffers
 
 
 def _checkpoints(worker: Any, folder: str) -> None:
