@@ -15,17 +15,19 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
+    set_state_dict,
 )
 
 from ddp.test_parity_torch import join_torch
-from fsdp.models import batch, build
-from fsdp.ranks import shard
+from fsdp.models import assert_runs_close, batch, build, train
+from fsdp.ranks import shard, trained
 from fsdp.test_layouts import CPU, LAYOUTS, held_by
 from phalanx.comm import init_device_mesh, use_group
 from phalanx.fsdp.unit._mapped_gather import MappedGather, MappedMemory
 from phalanx.fsdp.unit._unit_gather import part_length
-from phalanx.fsdp.unit._unit_memory import HEADER, ShardStorage
+from phalanx.fsdp.unit._unit_memory import HEADER, ShardStorage, pool_of
 from phalanx.fsdp.unit._unit_order import numbers_of
 from processes import run_processes
 
@@ -104,6 +106,30 @@ def test_a_lost_rank_and_shared_memory(backend):
     assert outcomes[1].exit_code == -signal.SIGKILL, outcomes[1].error
 
 
+def _replicas_on_one_host(worker: Any) -> int:
+    """Train as one device does, and return how many buffers of their own the replicas have used."""
+    group = worker.group(backend="auto")
+    with use_group(group):
+        mesh = init_device_mesh("cpu", (worker.size, 1), mesh_dim_names=("replicate", "shard"))
+        model = shard(build("mlp"), mesh)
+
+        def only_the_last(model: Any, last: bool) -> None:
+            model.set_requires_all_reduce(last)
+
+        found = trained(model, mesh, steps=3, accumulate=2, before_backward=only_the_last)
+        assert_runs_close(found, train(build("mlp"), steps=3, accumulate=2), f"rank {worker.rank}")
+        replicas = mesh.get_group("replicate")
+        assert replicas.backend == "shm"
+        return sum(map(len, pool_of(replicas)._free.values()))
+
+
+@pytest.mark.parametrize(("size", "num_buffers"), [(2, 0), (3, 2)])
+def test_replicas_of_one_host_add_up_in_memory_that_they_share(size, num_buffers):
+    """Of three on; as many buffers as reductions are under way at once. Gradients are not in them."""
+    for outcome in run_processes(size, _replicas_on_one_host, timeout=200.0):
+        assert outcome.value == num_buffers
+
+
 def _checkpoints(worker: Any, folder: str) -> None:
     join_torch(worker)
     try:
@@ -129,6 +155,42 @@ def _checkpoints(worker: Any, folder: str) -> None:
                 save_file(state["model"], f"{folder}/shards.safetensors")
     finally:
         dist.destroy_process_group()
+
+
+def _save_or_load(worker: Any, folder: str) -> Any:
+    """Save on four ranks after a step, load on others; the model's values and what the next step makes of them."""
+    join_torch(worker)
+    try:
+        with use_group(worker.group(backend="auto")):
+            model = shard(build("tied"), init_device_mesh("cpu", (worker.size,)))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+            def step(number: int) -> None:
+                model(batch(number)).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            step(3)  # also makes the optimizer's state
+            if worker.size == 4:
+                step(0)
+            model_state, optimizer_state = get_state_dict(model, optimizer)
+            state = {"model": model_state, "optimizer": optimizer_state}
+            if worker.size == 4:
+                dcp.save(state, checkpoint_id=folder)
+            else:
+                dcp.load(state, checkpoint_id=folder)
+                set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            step(1)
+            return [p.full_tensor().tolist() for p in model.parameters()]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_torchs_checkpoint_of_four_ranks_goes_on_with_two(tmp_path):
+    folder = str(tmp_path)
+    saved, loaded = (run_processes(size, _save_or_load, folder, timeout=140.0)[0].value for size in (4, 2))
+    for one, other in zip(saved, loaded, strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-4, atol=1e-5)
 
 
 def test_torchs_checkpoints_and_state_dict_helpers(tmp_path):

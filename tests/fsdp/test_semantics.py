@@ -395,23 +395,23 @@ def test_copies_and_pickles_are_refused():
 
 def test_mistakes_are_named():
     def body(mesh):
-        model = build("mlp")
-        with pytest.raises(ValueError, match="ModuleList, which has no forward"):
+        model, by = build("mlp"), f"^rank {mesh.get_rank()}: .*"
+        with pytest.raises(ValueError, match=by + "ModuleList, which has no forward"):
             fully_shard(nn.ModuleList([model]), mesh=mesh)
-        with pytest.raises(TypeError, match="got a str"):
+        with pytest.raises(TypeError, match=by + "got a str"):
             fully_shard("model", mesh=mesh)
-        with pytest.raises(ValueError, match="empty list"):
+        with pytest.raises(ValueError, match=by + "empty list"):
             fully_shard([], mesh=mesh)
-        with pytest.raises(ValueError, match="divides 2"):
+        with pytest.raises(ValueError, match=by + "divides 2"):
             fully_shard(model, mesh=mesh, reshard_after_forward=2)
-        with pytest.raises(TypeError, match="expected phalanx"):
+        with pytest.raises(TypeError, match=by + "expected phalanx"):
             fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: 1)
         with pytest.raises(ValueError, match="float"):
             MixedPrecisionPolicy(param_dtype=torch.int32)
-        with pytest.raises(NotImplementedError, match="CPUOffloadPolicy on a mesh of 'meta' devices"):
+        with pytest.raises(NotImplementedError, match=by + "CPUOffloadPolicy on a mesh of 'meta' devices"):
             fully_shard(model, mesh=init_device_mesh("meta", (2,)), offload_policy=CPUOffloadPolicy())
         model.scalar = nn.Parameter(torch.tensor(1.0))
-        with pytest.raises(ValueError, match="'scalar' is a 0-d tensor"):
+        with pytest.raises(ValueError, match=by + "'scalar' is a 0-d tensor"):
             fully_shard(model, mesh=mesh)
         with pytest.raises(ValueError, match="already"):
             fully_shard(fully_shard(nn.Linear(2, 2), mesh=mesh), mesh=mesh)

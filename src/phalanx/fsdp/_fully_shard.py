@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, overload
 from weakref import WeakKeyDictionary
 
@@ -37,6 +38,18 @@ M = TypeVar("M", bound=nn.Module)
 _classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 
 
+@contextmanager
+def _told_by_rank() -> Iterator[None]:
+    """Begin what is said of a mistake with the rank that made it: others may have built another model."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if error.args and not str(error.args[0]).startswith("rank "):
+            rank = current_group().rank if has_current_group() else World.from_env().rank
+            error.args = (f"rank {rank}: {error.args[0]}", *error.args[1:])
+        raise
+
+
 @overload
 def fully_shard(
     module: M,
@@ -61,6 +74,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> list[M]: ...
+@_told_by_rank()
 def fully_shard(
     module: Any,
     *,

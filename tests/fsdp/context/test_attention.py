@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,12 +21,6 @@ from phalanx.tensor.debug import CommDebugMode
 METHODS = ["alltoall", "allgather"]
 # Absolute, for inputs of unit variance: what docs/context.md promises.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
-
-
-@pytest.fixture(autouse=True)
-def the_default_method() -> Iterator[None]:
-    yield
-    set_rotate_method("allgather")
 
 
 def inputs(length: int, *, dtype: torch.dtype = torch.float32, key_heads: int = 2) -> list[Tensor]:

@@ -37,16 +37,13 @@ def build(mesh: DeviceMesh, *, units: bool = False):
 @pytest.mark.parametrize("method", ["alltoall", "allgather"])
 def test_attention_over_ranks_keeps_its_contract(method: str) -> None:
     set_rotate_method(method)
-    try:
-        for size in (2, 4):
-            block = 2 * (2 * models.KEY_HEADS * LENGTH // size * models.WIDTH // models.HEADS) * 4
-            wanted = contracts.context_parallel("layers.*.attention", num_ranks=size, block_nbytes=block, method=method)
-            check_contract(build, wanted, mesh={"cp": size})
-        both = wanted + contracts.column_row_pair("layers.*.attention")
-        with pytest.raises(ContractBreach, match=r"only 0 .* all_reduce in forward"):
-            check_contract(build, both, mesh={"cp": 4})
-    finally:
-        set_rotate_method("allgather")
+    for size in (2, 4):
+        block = 2 * (2 * models.KEY_HEADS * LENGTH // size * models.WIDTH // models.HEADS) * 4
+        wanted = contracts.context_parallel("layers.*.attention", num_ranks=size, block_nbytes=block, method=method)
+        check_contract(build, wanted, mesh={"cp": size})
+    both = wanted + contracts.column_row_pair("layers.*.attention")
+    with pytest.raises(ContractBreach, match=r"only 0 .* all_reduce in forward"):
+        check_contract(build, both, mesh={"cp": 4})
 
 
 def test_units_over_data_and_context_ranks_keep_both_contracts() -> None:

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx._devices import is_host
 from phalanx.comm import Group
 from phalanx.fsdp._policies import ReduceScatter
 from phalanx.fsdp.layout._packing import Strided, copies, longest_part
 from phalanx.fsdp.layout._unit_layout import Range, UnitLayout, aligned
 from phalanx.fsdp.unit._unit_gather import runs
-from phalanx.fsdp.unit._unit_memory import BufferPool
+from phalanx.fsdp.unit._unit_memory import BufferPool, pool_of
 from phalanx.fsdp.unit._unit_order import DEEDS, TAG_BITS, agree, check_reduced, write_bits
 
 
@@ -92,6 +93,12 @@ def place(grad: Tensor, packed: Tensor, moves: Sequence[Strided], *, adds: bool)
             there.copy_(here)
 
 
+def _shares(to: Destination, device: torch.device) -> bool:
+    """Return whether the replicas add up in memory of their own: of three on, measured, it pays for the copy."""
+    among = to.replicate if to.all_reduce and to.comm is None else None
+    return among is not None and among.size > 2 and among.backend == "shm" and is_host(device)
+
+
 class GradientSum:
     """Gradients of one unit and dtype on their way."""
 
@@ -106,6 +113,8 @@ class GradientSum:
         self._pending: tuple[Any, Tensor, Tensor, Destination] | None = None
         self._summed: tuple[Any, Tensor, Destination] | None = None
         """This rank's part of the sum, maybe on its way among the replicas."""
+        self._lent: Tensor | None = None
+        """The replicas' memory that the part is in."""
 
     @property
     def is_empty(self) -> bool:
@@ -145,11 +154,21 @@ class GradientSum:
             received = to.comm.allocate((plan.part,), dtype=self._dtype, device=self._device)
             work = to.comm(received, packed, group, "sum", async_op)
         else:
-            received = torch.empty(plan.part, dtype=self._dtype, device=self._device)
+            received = self._room_for_part(to)
             work = group.reduce_scatter_tensor(received, packed, async_op=async_op)
         self._pending = (work, received, self._packed, to)
         self._packed = None
         self._arrived = set()
+
+    def _room_for_part(self, to: Destination) -> Tensor:
+        """Return memory for this rank's part of the sum, which becomes gradients, or is copied to them where several
+        replicas of one host add up sooner in memory that they share."""
+        if not _shares(to, self._device):
+            return torch.empty(self.plan.part, dtype=self._dtype, device=self._device)
+        assert to.replicate is not None, "it shares"
+        lent = pool_of(to.replicate).acquire(to.replicate, self.plan.part, self._dtype, self._device)
+        self._lent = lent
+        return lent[: self.plan.part]
 
     @property
     def is_under_way(self) -> bool:
@@ -185,6 +204,9 @@ class GradientSum:
             work.wait()
             num_ranks = int(to.shard.size) * to.replicate.size
             check_reduced(to.replicate, self._number, received[:TAG_BITS].tolist(), num_ranks, to.shard)
+        if self._lent is not None and to.replicate is not None:
+            lent, self._lent, received = self._lent, None, received.clone()
+            pool_of(to.replicate).release(lent)
         return self._pieces(received, to)
 
     def _pieces(self, received: Tensor, to: Destination) -> list[Tensor | None]:
@@ -200,5 +222,5 @@ class GradientSum:
 
     def drop(self) -> None:
         """Forget everything that has arrived. What is under way may still be written to: its buffer is not reused."""
-        self._packed = self._partial = self._pending = self._summed = None
+        self._packed = self._partial = self._pending = self._summed = self._lent = None
         self._arrived.clear()
