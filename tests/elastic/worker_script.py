@@ -5,6 +5,7 @@ made room for), the logs and the saves. By files in DIR a test decides what must
 machine: ``closed`` keeps workers that start from joining, ``hold`` names the step that nobody may pass,
 ``miss-WORKER`` the step whose end a worker misses, ``die-WORKER`` the step after
 whose commit it dies, ``send-WORKER`` the step in whose backward pass it dies, when half of its gradients are sent;
+``enter-WORKER`` and ``pass-WORKER`` the step of a sharded job at whose commit point it dies, before and behind it;
 ``fail-WORKER`` says what a worker does to itself, once (``say TEXT`` only prints), and ``cut-WORKER`` that its
 connections to the others end before every step. A worker that is held writes to ``asked-WORKER`` how many saves
 it knows to be asked for. ``--copies=K`` shards the model; ``--save`` saves every 5 steps (``--save=N``: N), ``--gloo``
@@ -22,7 +23,9 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import lies
 from elastic_training import make_job
@@ -30,7 +33,7 @@ from torch.nn import functional as F
 
 from phalanx.comm.faults import kill_at, lose_result_at, play
 from phalanx.comm.transports import _auto
-from phalanx.elastic import Guard, Job, RunOptions, Saves, VerifySlots
+from phalanx.elastic import Guard, Job, RunOptions, Saves, VerifySlots, _sharded_step
 from phalanx.elastic.reduce._flat_layout import FlatLayout
 
 
@@ -82,7 +85,7 @@ def main() -> None:
                 loss = F.cross_entropy(output, micro.targets)
                 micro.backward(loss * 1000 if step.number == spike else loss)
                 time.sleep(pace + longer)
-        with missing_the_end(job, step.number, directory):
+        with missing_the_end(job, step.number, directory), dying_at_the_commit_point(job, step.number, directory):
             outcome = step.commit(max_grad_norm=1.0)
         if outcome:
             job.mean.update(job.model)
@@ -142,6 +145,26 @@ def dying_in_the_middle(job: Job, step: int, directory: Path) -> contextlib.Abst
     if not is_due(directory / f"send-{job.worker_id}", step):
         return contextlib.nullcontext()
     return play(kill_at(job.rank, 1, name="all_to_all"))
+
+
+@contextlib.contextmanager
+def dying_at_the_commit_point(job: Job, step: int, directory: Path) -> Iterator[None]:
+    """Die when prepared, or when all are known to be prepared, if the test has written that down for this worker."""
+    exchange = _sharded_step.exchange_verdict
+
+    def exchange_or_die(*args: Any, **keywords: Any) -> Any:
+        if is_due(directory / f"enter-{job.worker_id}", step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        verdict = exchange(*args, **keywords)
+        if is_due(directory / f"pass-{job.worker_id}", step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return verdict
+
+    _sharded_step.exchange_verdict = exchange_or_die
+    try:
+        yield
+    finally:
+        _sharded_step.exchange_verdict = exchange
 
 
 def fail(wish: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from itertools import combinations
 
 import pytest
@@ -13,6 +14,7 @@ from phalanx.elastic.reduce._norm_blocks import BLOCK
 from phalanx.elastic.sharded._assignment import assign, trimmed, with_even_owners
 from phalanx.elastic.sharded._cell_table import CellTable, SectionShape, cell_table
 from phalanx.elastic.sharded._holdings import Holdings, LostCells, Transfer, after_loss, describe
+from phalanx.elastic.sharded._slices import is_possible, next_slice
 from phalanx.elastic.sharded._transfer_plan import MAX_PARTNERS, transfers
 from phalanx.fsdp.layout._unit_layout import flat_starts
 
@@ -186,6 +188,27 @@ def test_re_protection_is_done_in_parallel() -> None:
     sources = {one.source for one in plan[:8]}
     assert len(sources) >= 4
     assert len({one.target for one in plan}) >= 4
+
+
+@pytest.mark.parametrize("copies", [2, 3, 4])
+@pytest.mark.parametrize("num_left", [1, 2])
+def test_all_cells_get_a_second_copy_before_any_gets_a_third(copies: int, num_left: int) -> None:
+    """Then a slice has many cells, and what it sends is there: else it would have one cell at a time."""
+    table, workers = table_of(3), names(5)
+    before = after_loss(assign(table, workers[:num_left], num_left, {}), workers[:num_left])
+    assert isinstance(before, Holdings)
+    plan = deque(transfers(table, before, workers, copies, {}))
+    counts, holdings, num_slices = [], before, 0
+    protect = sum(max(0, copies - num_left) for _ in table.cells)
+    for move in list(plan)[:protect]:
+        counts.append(len(holdings.holders[move.cell]))
+        assert is_possible(holdings, move)
+        holdings = holdings.after([move])
+    assert counts == sorted(counts)
+    while plan:
+        next_slice(plan, table.sizes, range(len(table)), 1e9)
+        num_slices += 1
+    assert num_slices <= copies + 2
 
 
 @settings(max_examples=10)

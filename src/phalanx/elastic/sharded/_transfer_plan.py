@@ -37,11 +37,16 @@ def transfers(
 
 
 def _taking_turns(moves: Sequence[Transfer], holdings: Holdings) -> list[Transfer]:
-    """Order moves by danger, then so that sources take turns."""
+    """Order moves by danger, then so that sources take turns.
+
+    All cells get a second copy before any gets a third: a third may come from who has just received the second.
+    """
     counts: dict[tuple[int, str], int] = {}
+    holders: dict[int, int] = {}
     keyed = []
     for order, move in enumerate(moves):
-        left = len(holdings.holders[move.cell])
+        left = holders.get(move.cell, len(holdings.holders[move.cell]))
+        holders[move.cell] = left + 1
         turn = counts[left, move.source] = counts.get((left, move.source), 0) + 1
         keyed.append((left, turn, order))
     return [moves[order] for _, _, order in sorted(keyed)]
