@@ -128,7 +128,8 @@ SUBLAYERS: dict[str, list[str]] = {
     "elastic": [
         "_options", "_rng", "_materialise", "_job_mesh", "_slot_logs", "tools", "reduce", "checkpoint", "_boundary",
         "membership", "_guard_record", "_guard", "_first_nonfinite", "_rollback", "_guarding", "_dealing",
-        "_verify_slots", "_verifying", "_loader_processes", "_loading", "_step", "sharded", "_sharded_verifying",
+        "_bit_digests", "_verify_slots", "_verifying", "_loader_processes", "_loading", "_step", "sharded",
+        "_sharded_verifying",
     ],
     "protocol": [
         "_variables", "_timeouts", "_keys", "_codec", "_membership", "_recovery", "_reports", "_round_records",

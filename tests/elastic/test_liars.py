@@ -37,7 +37,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
 
 
 @pytest.fixture
-def three_nodes(start) -> Callable[..., tuple[Cluster, str]]:
+def three_nodes(start: Callable[..., Cluster]) -> Callable[..., tuple[Cluster, str]]:
     """A job with a worker on each of three nodes, every step checked; with it the endpoint of its rendezvous."""
 
     def begin(flags=""):
@@ -130,12 +130,13 @@ def test_a_node_that_receives_a_message_wrongly_is_left_out(three_nodes, undistu
     assert cluster.digests() == {undisturbed}
 
 
-def test_a_job_of_processes_goes_back_to_the_last_good_save_as_one_process_does(start, tmp_path):
+@pytest.mark.parametrize("sharded", [[], pytest.param(["--copies=2"], marks=pytest.mark.soak)])
+def test_a_job_of_processes_goes_back_to_the_last_good_save_as_one_process_does(start, tmp_path, sharded):
     flags = ["--save=5", f"--spike={HOLD + 2}"]
     alone = tmp_path / "alone"
     alone.mkdir()
     subprocess.run([sys.executable, str(SCRIPT), str(alone), str(NUM_STEPS), "0", *flags], check=True, timeout=300)
-    cluster = start(2, script_flag=" ".join(flags))
+    cluster = start(2, script_flag=" ".join([*flags, *sharded]))
     cluster.wait_step(10)
     _, second = cluster.pids()
     cluster.signal(second)
