@@ -55,7 +55,8 @@ class Cluster:
         self.scratch = directory / "tmp"
         self.scratch.mkdir(parents=True, exist_ok=True)
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if name != "script_flag"]
-        self._flags = [f"--nproc-per-node={num_workers}", "--on-failure=heal", f"--preload={PRELOAD}", *flags]
+        self._flags = [f"--nproc-per-node={num_workers}", "--on-failure=heal", f"--preload={PRELOAD}"]
+        self._flags += ["--console=plain", *flags]  # what workers print is looked at as it is
         script_flag = options.get("script_flag", "").split()
         self._command = [str(script), str(directory), str(num_steps), str(pace), *script_flag]
         self.output = (directory / "output").open("wb")

@@ -53,7 +53,7 @@ def start_agent(
     command = [
         sys.executable, "-m", "phalanx", "run", f"--nnodes={nodes}", f"--nproc-per-node={nproc}", "--on-failure=heal",
         f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=two", f"--rdzv-conf=lease={LEASE}",
-        f"--preload={PRELOAD}", str(SCRIPT), str(directory), str(num_steps), "0.03", *flags,
+        f"--preload={PRELOAD}", "--console=plain", str(SCRIPT), str(directory), str(num_steps), "0.03", *flags,
     ]  # fmt: skip
     with (directory / "output").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=directory)
@@ -184,6 +184,7 @@ def test_an_example_gives_the_same_digest_alone_and_on_two_workers(name, tmp_pat
     }[name]
     script = [str(EXAMPLES / name), *arguments]
     launcher = ["-m", "phalanx", "run", "--nproc-per-node=2", "--on-failure=heal", f"--preload={PRELOAD}"]
+    launcher.append("--console=plain")
     found = []
     for prefix in ([], launcher):
         command = [sys.executable, *prefix, *script]

@@ -124,7 +124,7 @@ def test_a_script_finds_its_own_modules_though_others_of_their_name_are_loaded(l
     (tmp_path / "colorsys.py").write_text("MINE = 'the file beside the script'\n")
     script = tmp_path / "train.py"
     script.write_text("import colorsys, sys\nprint(colorsys.MINE, 'torch' in sys.modules, flush=True)\n")
-    agent = launcher.run("--preload", "colorsys", "--nproc-per-node", 2, script)
+    agent = launcher.run("--preload", "colorsys", "--nproc-per-node", 2, "--console", "plain", script)
     assert agent.wait() == 0, agent.output
     assert agent.output.count("the file beside the script False") == 2, agent.output
     assert agent.output.count("colorsys.py in ") == 1, agent.output  # said once, not by every worker

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,17 +109,43 @@ def test_what_the_agent_logs_goes_above_the_line_too(monkeypatch: pytest.MonkeyP
         assert b"a node was lost" in file.read()
 
 
-def test_lines_are_left_alone_where_nobody_sits_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    def config(nproc: int = 2, **more: Any) -> LaunchConfig:
-        return LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=nproc, **more)
+def config(nproc: int = 2, nodes: int = 1, **more: Any) -> LaunchConfig:
+    return LaunchConfig(min_nodes=1, max_nodes=nodes, nproc_per_node=nproc, **more)
 
-    monkeypatch.setattr(os, "isatty", lambda fd: False)
-    assert not config().merges_lines
-    assert not config().shows_line
-    assert config(console="merged").merges_lines
-    monkeypatch.setattr(os, "isatty", lambda fd: True)
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_lines_have_their_ranks_when_there_is_more_than_one_worker(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a file or a pipe, where one could not tell whose line it is."""
+    monkeypatch.setattr(os, "isatty", lambda fd: is_terminal)
     assert config().merges_lines
-    assert config().shows_line
+    assert config(nproc=1, nodes=2).merges_lines, "the lines of all nodes may lie in one file"
     assert not config(nproc=1).merges_lines, "one worker's output is its own"
+    assert config(nproc=1, console="merged").merges_lines
     assert not config(console="plain").merges_lines
+    assert config().shows_line == is_terminal
     assert not config(console="plain").shows_line
+
+
+def test_the_output_of_several_workers_in_a_pipe_says_whose_it_is(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\nfor fd, text in (1, 'all say this'), (1, 'I am ' + os.environ['RANK']), (2, 'oh'):\n"
+        "    os.write(fd, text.encode() + b'\\n')\n"
+    )
+
+    def lines(*flags: str, nproc: int = 3) -> tuple[list[str], list[str]]:
+        command = [sys.executable, "-m", "phalanx", "run", f"--nproc-per-node={nproc}", *flags, str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return sorted(done.stdout.splitlines()), [line for line in done.stderr.splitlines() if line.endswith("oh")]
+
+    out, err = lines()
+    assert {line for line in out if "am" in line} == {f"rank {rank}: I am {rank}" for rank in range(3)}
+    for said, text in ((out, "all say this"), (err, "oh")):
+        heads = [line.removesuffix(f": {text}") for line in said if line.endswith(text)]
+        assert sorted(rank for head in heads for rank in ranks_of(head.encode())) == [0, 1, 2], "each rank's line, once"
+    plain = sorted(["all say this"] * 3 + [f"I am {rank}" for rank in range(3)])
+    assert lines("--console=plain") == (plain, ["oh"] * 3)
+    assert lines(nproc=1) == (["I am 0", "all say this"], ["oh"])

@@ -95,7 +95,7 @@ def test_openmp_is_loaded_with_one_thread_for_each_of_several_workers(tmp_path):
     """It reads its variable when it is loaded, so that must have been set before the head start."""
     script = tmp_path / "threads.py"
     script.write_text("import sys, torch\nsys.stdout.write(f'threads {torch.get_num_threads()}\\n')\n")
-    done = python("-m", "phalanx", "run", "--nproc-per-node", "2", str(script))
+    done = python("-m", "phalanx", "run", "--nproc-per-node", "2", "--console=plain", str(script))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["threads 1", "threads 1"]
 

@@ -21,7 +21,8 @@ class StatusLine:
         self._live: Any = None
         self._last_line = float("-inf")
         self._num_lines = 0
-        self._last: tuple[float, int] = (0.0, -1)
+        self._last: tuple[float, int] = (0.0, -2)
+        """When a step was committed, and which: before the first one none that it could follow."""
         self._rate = 0.0
 
     def show(self, step: StepCommitted, status: str) -> None:

@@ -135,7 +135,8 @@ class LaunchConfig:
         default="auto",
         metadata=flag(
             choices=("auto", "plain", "merged"),
-            help="merged: equal lines of several ranks as one, with their ranks; auto: that, on a terminal",
+            help="merged: equal lines of several ranks as one, with their ranks; auto: that, with more than one "
+            "worker; plain: as they are",
         ),
     )
     standby: int | None = field(
@@ -205,9 +206,10 @@ class LaunchConfig:
 
     @property
     def merges_lines(self) -> bool:
-        """Whether equal lines of several ranks are shown as one, each with its ranks."""
-        is_for_people = self.nproc_per_node > 1 and os.isatty(1) and os.isatty(2)
-        return self.console == "merged" or (self.console == "auto" and is_for_people)
+        """Whether lines are shown with their ranks, equal ones of several ranks as one. With more than one worker, on
+        other nodes too: in the file of a scheduler the lines of all of them lie together."""
+        are_several = self.nproc_per_node > 1 or self.max_nodes > 1
+        return self.console == "merged" or (self.console == "auto" and are_several)
 
     @property
     def shows_line(self) -> bool:
