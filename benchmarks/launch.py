@@ -5,8 +5,10 @@ Recovery: from SIGKILL of one worker to the moment all workers have finished an 
 ``--max-restarts`` (everybody restarts). A run that does not come back is told apart by how it ended: *hung* (the
 launcher still ran at the limit) or *gave up* (it ended by itself, with which exit code); one that never started
 counts as neither. The worker is the same plain torch.distributed script for both, in a file of its own below.
+Drop-in: the same recovery of a script that wraps a model in DistributedDataParallel and takes a step before it leaves
+its mark, under ``--drop-in=ddp`` and without: what a restart costs beyond the warm start.
 
-    python -m benchmarks.launch [--rounds 3] [--recoveries 20] [--torchrun-recoveries 5] [--workers 2 8]
+    python -m benchmarks.launch [--rounds 3] [--recoveries 20] [--torchrun-recoveries 5] [--drop-ins 5] [--workers 2 8]
 
 torchrun's recoveries are fewer by default: one that hangs costs the whole limit. The counts are printed for both.
 """
@@ -50,6 +52,13 @@ while stays and not os.path.exists(os.path.join(directory, "end")):
     time.sleep(0.005)
 """
 
+STEP = """
+from torch.nn.parallel import DistributedDataParallel
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+model(torch.ones(2, 8)).sum().backward()
+"""
+WITH_STEP = WORKER.replace("name = ", STEP + "name = ", 1)
+
 
 @dataclass(frozen=True)
 class Recovery:
@@ -71,6 +80,7 @@ COMMANDS = {
     "phalanx": [sys.executable, "-m", "phalanx", "run"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
 }
+DROP_IN = {"drop-in": [*COMMANDS["phalanx"], "--drop-in=ddp"], "as it is": COMMANDS["phalanx"]}
 
 
 class Run:
@@ -79,13 +89,13 @@ class Run:
     def __init__(self, name: str, workers: int, *, stays: bool) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="bench-launch-"))
         script = self.directory / "worker.py"
-        script.write_text(WORKER)
+        script.write_text(WITH_STEP if name in DROP_IN else WORKER)
         self.workers = workers
         self.log = open(self.directory / "log", "w")  # noqa: SIM115 - closed by end()
         words = ["--nproc-per-node", str(workers), "--max-restarts", "3" if stays else "0"]
         self.started = time.time()
         self.process = subprocess.Popen(
-            [*COMMANDS[name], *words, str(script), str(self.directory), "stay" if stays else "go"],
+            [*{**COMMANDS, **DROP_IN}[name], *words, str(script), str(self.directory), "stay" if stays else "go"],
             stdout=self.log,
             stderr=self.log,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -182,6 +192,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="starts of each kind")
     parser.add_argument("--recoveries", type=int, default=20, help="kills for phalanx")
     parser.add_argument("--torchrun-recoveries", type=int, default=5, help="kills for torchrun")
+    parser.add_argument("--drop-ins", type=int, default=5, help="kills of a script with --drop-in, and without")
     parser.add_argument("--workers", type=int, nargs="*", default=[2, 8], help="sizes for the start")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -200,6 +211,8 @@ def main() -> int:
             cpu,
             f"processor time/{workers}",
         )
+    if args.drop_ins:
+        _compare_drop_in(args.drop_ins)
     if args.recoveries:
         _compare_recoveries({"phalanx": args.recoveries, "torchrun": args.torchrun_recoveries})
     print(f"load after {os.getloadavg()[0]:.1f}")
@@ -222,6 +235,24 @@ def _compare_recoveries(kills: dict[str, int]) -> None:
         count = Counter(end.how for end in found)
         others = ", ".join(f"{how} {count[how]}" for how in ("hung", "gave up", "never started"))
         print(f"  {name:9s} recovered {count['recovered']} of {len(found)}; {others}")
+
+
+def _compare_drop_in(count: int) -> None:
+    """Kill a worker of a script under ``--drop-in`` and without it, turn and turn about."""
+    times: dict[str, list[float]] = {name: [] for name in DROP_IN}
+    for turn in range(count):
+        for name in DROP_IN:
+            end = time_recovery(name, 2, turn % 2)
+            print(f"  kill {turn + 1:2d} of rank {turn % 2}, {name:9s} {end}", flush=True)
+            times[name].append(end.seconds)  # nan, if it did not come back: then so is the median
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    more = medians["drop-in"] - medians["as it is"]
+    print("SIGKILL to the first step of all 2 workers again, of a script with DistributedDataParallel")
+    for name, values in times.items():
+        print(f"  {name:9s} {medians[name]:6.2f} ({min(values):.2f}-{max(values):.2f})")
+    print(f"  --drop-in takes {more:.2f} s more (goal: 0.1)", flush=True)
+    low, high = min(times["drop-in"]), max(times["drop-in"])
+    record("launch/kill drop-in", "s", medians["drop-in"], medians["as it is"], low=low, high=high)
 
 
 def _show(title: str, times: dict[str, list[float]], case: str, note: str = "") -> None:

@@ -310,6 +310,9 @@ def launch(found: Figures) -> Iterable[Sequence[str]]:
         if figure := found.get(f"launch/{name}"):
             torchs, ours = came_back(figure)
             yield title, amount(figure, "theirs") + torchs, amount(figure) + ours, part(figure)
+    if figure := found.get("launch/kill drop-in"):
+        title = "SIGKILL to the next step of a script with `DistributedDataParallel`, `--drop-in` (without it)"
+        yield title, "", f"{amount(figure)} ({amount(figure, 'theirs')})", ""
 
 
 def rendezvous(found: Figures) -> Iterable[Sequence[str]]:

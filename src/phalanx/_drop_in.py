@@ -95,6 +95,15 @@ def parse_parts(text: str) -> tuple[str, ...]:
     return found
 
 
+def modules_of(parts: Sequence[str]) -> tuple[str, ...]:
+    """Return which of our modules answer for these parts, each once: what a process that is forked later wants to have.
+
+    >>> modules_of(["ddp", "sampler"])
+    ('phalanx.ddp', 'phalanx.data.torch_names')
+    """
+    return tuple(dict.fromkeys(ours for part in parts for ours, _ in PARTS[part].values()))
+
+
 def install(parts: Sequence[str], tell: Callable[[str], None]) -> None:
     """Answer for the names of these parts from now on; ``tell`` hears of each name once, when it is first used."""
     said: set[str] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.launch.conftest import Launcher
 
-from phalanx._drop_in import PARTS, parse_parts
+from phalanx._drop_in import PARTS, modules_of, parse_parts
 from phalanx.launch.cli._flags import FLAGS, UsageError, parse, with_values
 
 pytestmark = pytest.mark.timeout(300)
@@ -41,6 +42,26 @@ def test_a_script_runs_unchanged_dies_and_resumes_from_its_own_checkpoint(launch
     log = ours.output
     assert log.count("torch.nn.parallel.DistributedDataParallel is phalanx.ddp.DistributedDataParallel") == 1
     assert "a failure restarts all workers, and the script resumes from its own checkpoint" in log
+
+
+def test_workers_are_forked_with_ours_imported(launcher: Launcher, tmp_path: Path) -> None:
+    """Also those that replace others: a restart is not to wait for imports."""
+    script = tmp_path / "looks.py"
+    script.write_text(
+        "import os, sys\n"
+        "names = ('phalanx.ddp', 'phalanx.data.torch_names', 'phalanx.fsdp')\n"
+        "print('loaded', os.environ['TORCHELASTIC_RESTART_COUNT'], [name in sys.modules for name in names])\n"
+        "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n"
+    )
+    agent = launcher.run("--nproc-per-node=1", "--max-restarts=1", "--drop-in=ddp,sampler", script)
+    assert agent.wait() == 0, agent.output
+    for restart in (0, 1):
+        assert f"loaded {restart} [True, True, False]" in agent.output, agent.output
+    code = "import os, sys, torch\n" + "".join(f"import {name}\n" for name in modules_of(PARTS))
+    code += "assert len(os.listdir('/proc/self/task')) == 1, 'a thread would keep the process from being forked'"
+    quiet = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=quiet)
+    assert done.returncode == 0, done.stderr
 
 
 def test_torch_keeps_its_own_names_and_every_name_is_there() -> None:

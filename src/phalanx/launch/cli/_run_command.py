@@ -61,7 +61,7 @@ def _launch(config: LaunchConfig, args: argparse.Namespace, wait_loaded: Callabl
             from phalanx.launch.workers import _script  # noqa: F401 - what a forked worker needs first
             from phalanx.launch.workers._processes import ProcessStartError, Zygote
             from phalanx.launch.workers._start import WorkerStart
-            from phalanx.launch.workers._zygotes import WARM_IMPORTS
+            from phalanx.launch.workers._zygotes import WARM_IMPORTS, warm_imports
 
             for name in WARM_IMPORTS:  # last: all of the above can do without torch
                 importlib.import_module(name)
@@ -71,7 +71,7 @@ def _launch(config: LaunchConfig, args: argparse.Namespace, wait_loaded: Callabl
     try:
         config = config.resolved()
         start = WorkerStart(entrypoint=entrypoint, args=tuple(words), method=config.start_method)
-        zygote = Zygote.fork({}, (*WARM_IMPORTS, *config.preload) if start.is_warm else ())
+        zygote = Zygote.fork({}, warm_imports(config) if start.is_warm else ())
         # After the fork: workers start without a handler, so that their scripts' basicConfig() works.
         logging.basicConfig(format="phalanx: %(message)s", level=os.environ.get("PHALANX_LOGLEVEL", "WARNING").upper())
         run_node(config, start, zygote=zygote)

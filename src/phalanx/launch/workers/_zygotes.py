@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 
+from phalanx._drop_in import modules_of
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.system import _linux
 from phalanx.launch.workers._processes import ProcessStartError, WorkerProcess, Zygote
@@ -130,4 +131,9 @@ def make_zygote(config: LaunchConfig, start: WorkerStart) -> Zygote:
     if start.copies_caller:
         return Zygote.fork({"main": (start.entrypoint, start.args)}, config.preload)
     env = {**os.environ, **thread_defaults(config.nproc_per_node, os.environ)}
-    return Zygote.execute((*WARM_IMPORTS, *config.preload) if start.is_warm else (), env)
+    return Zygote.execute(warm_imports(config) if start.is_warm else (), env)
+
+
+def warm_imports(config: LaunchConfig) -> tuple[str, ...]:
+    """Return what a warm zygote imports for scripts: also ours, where they take the place of torch's names."""
+    return (*WARM_IMPORTS, *config.preload, *modules_of(config.drop_in))
