@@ -132,6 +132,7 @@ def wrong_message(job, step):
 
     def all_to_all(outputs, inputs, **keywords):
         work = real(outputs, inputs, **keywords)
+        work.wait()  # else what comes would be written over it, now and then
         flip(next(output for rank, output in enumerate(outputs) if rank != group.rank and output.numel()))
         return work
 
