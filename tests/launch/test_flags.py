@@ -74,6 +74,8 @@ def test_what_follows_the_script_belongs_to_the_script():
     assert args.nnodes == "2"
     assert args.training_script_args == ["--nnodes", "9", "--no-such-flag", "-m"]
     assert not args.module
+    args = parse(["a.py", "--e", "--", "-r", "--help"], {})
+    assert args.training_script_args == ["--e", "--", "-r", "--help"], "--e could mean two flags of ours"
 
 
 def test_environment_gives_defaults_and_flags_win():

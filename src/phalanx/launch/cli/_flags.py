@@ -71,7 +71,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], *, gives_local_rank: 
     many = "?" if script is not None else None
     parser.add_argument("training_script", nargs=many, help="the script (or module, or command) that every worker runs")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
-    args = parser.parse_args(argv)
+    # What follows the script is not shown to argparse, which would take its flags for beginnings of ours.
+    args = parser.parse_args(argv[: num_ours + 1])
+    args.training_script_args += argv[num_ours + 1 :]
     if args.training_script is None:
         args.training_script, args.training_script_args = script, list(told.get("args", ()))
     args.use_env = getattr(args, "use_env", True)
