@@ -59,6 +59,58 @@ def test_every_hook_leaves_gradients_close_to_the_mean(kind):
     simulate(2).run(main)
 
 
+class Wide(nn.Module):
+    """Large and small gradients in one bucket, and a bucket of small ones only; a head that only some steps use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 160)
+        self.wide = nn.Linear(160, 160)
+        self.heads = nn.ModuleList(nn.Linear(160, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, head: int = 0) -> torch.Tensor:
+        return self.heads[head](torch.tanh(self.wide(torch.tanh(self.stem(x)))))
+
+
+@pytest.mark.parametrize("hook", [default.fp16_compress_hook, default.bf16_compress_hook])
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}])
+def test_large_gradients_are_written_in_the_dtype_that_is_sent_and_nothing_changes(hook, options):
+    """Behind a function of the user's, the hook is not known for one that looks at that dtype only."""
+    dtype = default.SENT_AS[hook]
+
+    def behind(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return hook(state, bucket)
+
+    def train(group, chosen):
+        model = DistributedDataParallel(cases.make(Wide), bucket_cap_mb=0.01, **options)
+        model.register_comm_hook(None, chosen)
+        found = []
+        for step in range(5):
+            if step != 3:  # then gradients are accumulated
+                model.zero_grad()
+            with model.no_sync():
+                cases.loss_of(model.module(cases.batch(step + 9, group.rank))).backward()
+            head = (step + group.rank) % 2 if options.get("find_unused_parameters") else step % 2
+            cases.loss_of(model(cases.batch(step, group.rank), head)).backward()
+            found.append(cases.gradients(model.module))
+        return model.reducer, found
+
+    def main(group):
+        reducer, found = train(group, hook)
+        copies = reducer.exchange.copies_to_fill(reducer.plan)
+        assert {view.dtype for views in copies.values() for view in views} == {dtype}
+        assert 0 < len(copies) < reducer.plan.num_buckets, "buckets of small gradients are copied at once"
+        usual, expected = train(group, behind)
+        assert not usual.exchange.copies_to_fill(usual.plan)
+        for step, (left, right) in enumerate(zip(found, expected, strict=True)):
+            assert left.keys() == right.keys()
+            for name, grad in left.items():
+                same = right[name] is None if grad is None else torch.equal(grad, right[name])
+                assert same, f"step {step}, {name}"
+
+    simulate(2).run(main)
+
+
 def test_a_hook_sees_every_bucket_once_and_may_replace_the_buffer():
     seen = []
 

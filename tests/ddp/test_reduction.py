@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp import cases
 from ddp.naive import NaiveDataParallel
+from phalanx import comm
 from phalanx.comm import observe, simulate
 from phalanx.ddp import DistributedDataParallel
 from phalanx.errors import RankFailed
@@ -123,6 +124,36 @@ def test_unused_parameters_may_differ_between_ranks_and_steps(find_unused_parame
             ours.step()
             theirs.step()
         assert "experts.2.weight" in wrapped.ddp_logging_data()["unused_parameters"]
+
+    simulate(2).run(main)
+
+
+class Alike(nn.Module):
+    """Many small weights of one shape: their bucket is their concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(8, 8) * 0.3) for _ in range(12)])
+
+    def forward(self, x, num_used=12):
+        for weight in self.weights[:num_used]:
+            x = torch.tanh(x @ weight)
+        return x
+
+
+def test_many_small_gradients_of_one_shape_lie_as_their_concatenation():
+    def run(model, step):
+        num_used = 12 if step != 4 else 12 - 5 * comm.current_group().rank  # in one step some ranks have fewer
+        cases.loss_of(model(cases.batch(step, comm.current_group().rank), num_used)).backward()
+
+    def main(group):
+        wrapped, reference = pair(group, Alike)
+        steps_agree(group, wrapped, reference, run)
+        buffer = wrapped.reducer.plan.pools[0].writable(())
+        assert buffer.stacked.shape == (12 * 8, 8)
+        assert torch.equal(buffer.stacked, torch.cat(buffer.views))
+        mixed, _ = pair(group, cases.Mlp)
+        assert mixed.reducer.plan.pools[0].writable(()).stacked is None, "their shapes differ"
 
     simulate(2).run(main)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from phalanx.ddp.buckets._flat_buffer import view_like
+from phalanx.ddp.buckets._flat_buffer import views_like
 from phalanx.ddp.buckets._local_tensors import local_part
 
 
@@ -32,13 +32,16 @@ class GradBucket:
         is_last: bool,
         members: Sequence[int] = (),
         space_for_copy: Callable[[torch.dtype], Tensor] | None = None,
+        filled_as: torch.dtype | None = None,
     ) -> None:
+        """``filled_as``: gradients were written to the copy in this dtype, in place of the buffer."""
         self._index = index
         self._buffer = buffer
         self._params = list(params)
         self._is_last = is_last
         self._members = tuple(members)
         self._space_for_copy = space_for_copy
+        self._filled_as = filled_as
 
     def index(self) -> int:
         """Place in the launch order, from 0; stable between steps once buckets have been rebuilt."""
@@ -57,15 +60,12 @@ class GradBucket:
         bucket's that is written again in the next step."""
         if self._buffer.dtype is dtype or self._space_for_copy is None:
             return self._buffer.to(dtype)
-        return self._space_for_copy(dtype).copy_(self._buffer)
+        space = self._space_for_copy(dtype)
+        return space if dtype is self._filled_as else space.copy_(self._buffer)
 
     def gradients(self) -> list[Tensor]:
         """Return one view of the buffer per parameter; of this rank's part of it, if it is distributed."""
-        views, offset = [], 0
-        for part in map(local_part, self._params):
-            views.append(view_like(self._buffer, part, offset))
-            offset += part.numel()
-        return views
+        return views_like(self._buffer, list(map(local_part, self._params)))
 
     def parameters(self) -> list[nn.Parameter]:
         return list(self._params)

@@ -37,7 +37,16 @@ class FlatBuffer:
         self.numel = offset
         self.grads = flat[:offset]
         self.tail = flat[offset:]
+        self.places = list(range(len(params)))
+        self.stacked = self._stacked(params)
         self._own_references = self._references()
+
+    def _stacked(self, params: Sequence[nn.Parameter]) -> Tensor | None:
+        """Return the gradients as what concatenating them along their first dim gives, where that is how they lie."""
+        shapes = {param.shape[1:] for param in params}
+        if len(shapes) > 1 or not all(param.dim() and param.numel() and param.is_contiguous() for param in params):
+            return None
+        return self.grads.view(-1, *shapes.pop())
 
     def fresh_view(self, param: Tensor, place: int) -> Tensor:
         """Return a view to give away: as long as anyone holds it, the buffer counts as looked at."""
@@ -60,6 +69,15 @@ def view_like(flat: Tensor, param: Tensor, offset: int) -> Tensor:
     if param.is_contiguous() or not _is_dense(param):
         return flat.narrow(0, offset, param.numel()).view(param.shape)
     return flat.as_strided(param.size(), param.stride(), flat.storage_offset() + offset)
+
+
+def views_like(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    """Return ``flat`` as one view per parameter, one after the other."""
+    views, offset = [], 0
+    for param in params:
+        views.append(view_like(flat, param, offset))
+        offset += param.numel()
+    return views
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -86,6 +104,7 @@ class FlatBufferPool:
         self._aliasing_allowed = aliasing_allowed
         self._buffers: list[FlatBuffer] = []
         self._copies: dict[torch.dtype, Tensor] = {}
+        self._copy_views: dict[torch.dtype, list[Tensor]] = {}
 
     def writable(self, busy: Collection[int]) -> FlatBuffer:
         """Return a buffer that may be overwritten. ``busy`` are the keys of memory that gradients in use belong to."""
@@ -109,7 +128,14 @@ class FlatBufferPool:
             self._copies[dtype] = self._allocate(numel, dtype, self._params[0].device)
         return self._copies[dtype]
 
+    def views_of_copy(self, dtype: torch.dtype) -> list[Tensor]:
+        """Return ``space_for_copy`` as one view per parameter."""
+        if dtype not in self._copy_views:
+            self._copy_views[dtype] = views_like(self.space_for_copy(dtype), self._params)
+        return self._copy_views[dtype]
+
     def forget(self) -> None:
         """Drop all memory, e.g. since a collective that never ended may still write to it."""
         self._buffers.clear()
         self._copies.clear()
+        self._copy_views.clear()

@@ -48,6 +48,10 @@ def bf16_compress_hook(process_group: Any, bucket: GradBucket) -> torch.futures.
     return _compressed(torch.bfloat16, process_group, bucket)
 
 
+SENT_AS: dict[Hook, torch.dtype] = {fp16_compress_hook: torch.float16, bf16_compress_hook: torch.bfloat16}
+"""Hooks that look at a bucket in one dtype only: gradients may be written in it from the beginning."""
+
+
 def _around(dtype: torch.dtype, hook: Hook, name: str) -> Hook:
     def wrapper(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         full = bucket.buffer()

@@ -23,6 +23,7 @@ from torch import Tensor
 from phalanx import comm
 from phalanx.ddp.buckets._bucket import GradBucket
 from phalanx.ddp.hooks._future import LazyFuture
+from phalanx.ddp.hooks.default import SENT_AS
 from phalanx.ddp.reducer._bucket_plan import BucketPlan
 from phalanx.ddp.reducer._pass import BackwardPass
 from phalanx.ddp.reducer._sparse import SparseReduction
@@ -117,6 +118,22 @@ class BucketExchange:
             return weight
         return None if self.divisor == 1 else 1.0 / self.divisor
 
+    def copies_to_fill(self, plan: BucketPlan) -> dict[int, list[Tensor]]:
+        """Return the views that take gradients in place of a bucket's own: those of its copy in the dtype that the hook
+        sends, which is then all that is written and read of it. Buckets of small gradients only are copied at once."""
+        sent_as = self._sent_as
+        if sent_as is None:
+            return {}
+        return {
+            bucket: plan.pools[bucket].views_of_copy(sent_as)
+            for bucket, members in enumerate(plan.layout)
+            if plan.infos[members[0]].dtype is not sent_as and bucket not in plan.all_small
+        }
+
+    @property
+    def _sent_as(self) -> torch.dtype | None:
+        return SENT_AS.get(self.comm_hook[0]) if self.comm_hook is not None else None
+
     def factor(self, totals: StepTotals) -> float:
         """Return what turns a sum over ranks of (weighted) gradients into the result."""
         if self.reduce == "weighted":
@@ -132,7 +149,16 @@ class BucketExchange:
             members = plan.layout[bucket]
             params = [plan.members[index].param for index in members]
             last, space = bucket == plan.num_buckets - 1, plan.pools[bucket].space_for_copy
-            seen = GradBucket(bucket, buffer.grads, params, is_last=last, members=members, space_for_copy=space)
+            filled_as = self._sent_as if bucket in current.copies else None
+            seen = GradBucket(
+                bucket,
+                buffer.grads,
+                params,
+                is_last=last,
+                members=members,
+                space_for_copy=space,
+                filled_as=filled_as,
+            )
             with comm.use_group(self.group):  # what a hook without a group in its state reduces over
                 self._handles.append(hook(state, seen))
         elif metadata is not None:

@@ -54,6 +54,8 @@ class BackwardPass:
     own: dict[int, list[Tensor]] = field(default_factory=dict)
     # Buckets whose views are the gradients from the beginning: autograd adds into them; see ``lend``.
     lent: set[int] = field(default_factory=set)
+    # By bucket, views that take gradients on their way out in place of the buffer's; see ``copies_to_fill``.
+    copies: dict[int, list[Tensor]] = field(default_factory=dict)
     next_launch: int = 0
     # Whether it is known that parameters get gradients; if not, a pass without any is none.
     certain: bool = True
@@ -96,6 +98,7 @@ class BackwardPass:
     def forget(self) -> None:
         """Let go of all memory: the error's traceback, which a broken group may keep, leads to this object."""
         self.buffers = []
+        self.copies = {}
         self.own.clear()
         self.stash.clear()
 
@@ -165,13 +168,17 @@ class BackwardPass:
                 torch.mul(only, self.prescale, out=view)
 
     def fill_now(self, param: nn.Parameter, index: int, bucket: int, place: int, as_view: bool) -> None:
-        """Copy a large gradient at once and give its own memory back by making the buffer's view the gradient."""
+        """Copy a large gradient at once and give its own memory back by making the buffer's view the gradient.
+
+        Where it goes to a copy in another dtype, the buffer holds nothing yet: there is no gradient until ``deliver``.
+        """
         buffer = self.buffers[bucket]
-        view = buffer.views[place]
+        copies = self.copies.get(bucket)
+        view = buffer.views[place] if copies is None else copies[place]
         self.fill(param, index, view)
         self.in_buffer.add(index)
         if index not in self.stash:
-            param.grad = view if as_view else buffer.fresh_view(param, place)
+            param.grad = None if copies is not None else view if as_view else buffer.fresh_view(param, place)
 
     def keep_in_buffer(self, param: nn.Parameter, index: int, bucket: int, place: int, as_view: bool) -> None:
         """Move a large gradient to its buffer as it is, to be scaled at the end: the order is still being learned.
@@ -187,11 +194,18 @@ class BackwardPass:
     def fill_pending(self, params: Sequence[nn.Parameter], bucket: int, place_of: Sequence[int]) -> None:
         """``fill`` for all the small ones of a bucket: two calls instead of one per parameter."""
         buffer, pending = self.buffers[bucket], self.pending[bucket]
+        if bucket in self.copies:  # few, beside large ones
+            for index in pending:
+                self.fill(params[index], index, self.copies[bucket][place_of[index]])
+            self.pending[bucket] = []
+            return
         grads: list[Tensor] = [params[index].grad for index in pending]  # type: ignore[misc]  # None is handled below
-        views = [buffer.views[place_of[index]] for index in pending]
+        places = [place_of[index] for index in pending]
+        is_whole = places == buffer.places
+        views = buffer.views if is_whole else [buffer.views[place] for place in places]
         if bucket in self.lent and _are_the_same(grads, views):
             self._scale(buffer, views)
-        elif self.stash or not _copy_all(views, grads):
+        elif self.stash or not _copy_all(views, grads, buffer.stacked if is_whole else None):
             for index, view in zip(pending, views, strict=True):
                 self.fill(params[index], index, view)
         elif views:
@@ -309,7 +323,10 @@ class BackwardPass:
                     sources.append(view)
             elif as_views:
                 param.grad = view
-            elif index not in self.in_buffer:
+            elif index in self.in_buffer:
+                if bucket in self.copies:
+                    param.grad = buffer.fresh_view(param, place)
+            else:
                 own = param.grad
                 if own is None or own.is_sparse or own.requires_grad or own.nbytes >= LARGE_BYTES:
                     param.grad = buffer.fresh_view(param, place)
@@ -331,10 +348,16 @@ def _are_the_same(left: Sequence[Tensor | None], right: Sequence[Tensor]) -> Typ
     return len(left) == len(right) and all(map(is_, left, right))
 
 
-def _copy_all(views: list[Tensor], grads: list[Tensor]) -> bool:
-    """Copy all at once; False if one is missing or sparse, and then nothing can be said about the views."""
+def _copy_all(views: list[Tensor], grads: list[Tensor], stacked: Tensor | None) -> bool:
+    """Copy all at once; False if one is missing or sparse, and then nothing can be said about the views.
+
+    Concatenating, where ``stacked`` is the memory of all views, takes half of the time.
+    """
     try:
-        foreach_copy_(views, grads)
+        if stacked is None:
+            foreach_copy_(views, grads)
+        else:
+            torch.cat(grads, out=stacked)
     except (TypeError, RuntimeError):
         return False
     return True

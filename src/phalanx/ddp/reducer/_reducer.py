@@ -209,6 +209,7 @@ class Reducer:
         busy = current.storages_in_use()
         for pool in plan.pools:
             current.buffers.append(pool.writable(busy))
+        current.copies = self.exchange.copies_to_fill(plan)
         current.missing = list(plan.member_counts)
         if self.options.gradient_as_bucket_view and not (current.stash or self._dropped or self.undefined_is_unused):
             for bucket in plan.all_small if self._passes >= TUNE_AFTER else ():
