@@ -38,6 +38,8 @@ def spread_gradients(store: CellStore, group: Group, messages: Messages | None =
 
 def _take_own(held: HeldSection, rank: int) -> None:
     root, at = held.sums.root(), 0
+    if root is held.grad:
+        return
     for begin, end in held.owned:
         start, stop = held.layout.local_span(rank, begin, end)
         held.grad[start:stop].copy_(root[at : at + end - begin])
