@@ -81,7 +81,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Part:
+class MirrorExchange:
     """One all-to-all."""
 
     dtype: torch.dtype
@@ -90,7 +90,7 @@ class Part:
     received: Side
 
 
-def _parts(store: CellStore, group: Group) -> Iterator[Part]:
+def _parts(store: CellStore, group: Group) -> Iterator[MirrorExchange]:
     """Yield all-to-alls that together bring every gradient to its mirrors; as many on all ranks."""
     by_dtype: dict[torch.dtype, list[HeldSection]] = {}
     for held in store.sections.values():
@@ -104,7 +104,7 @@ def _parts(store: CellStore, group: Group) -> Iterator[Part]:
         count = max(1, -(-most * dtype.itemsize // PART_BYTES))
         for number in range(count):
             sides = [Side.of([_cut(each, number, count) for each in side]) for side in (sent, received)]
-            yield Part(dtype, sections[0].grad.device, *sides)
+            yield MirrorExchange(dtype, sections[0].grad.device, *sides)
 
 
 def _places(sections: Sequence[HeldSection], owner: int, holder: int, *, of: int) -> list[Tensor]:
@@ -135,7 +135,7 @@ def _cut(places: Sequence[Tensor], number: int, count: int) -> list[Tensor]:
     return found
 
 
-def _exchange(part: Part, group: Group, messages: Messages | None) -> None:
+def _exchange(part: MirrorExchange, group: Group, messages: Messages | None) -> None:
     pool = pool_of(group)
     buffers = [pool.acquire(group, side.length, part.dtype, part.device) for side in (part.sent, part.received)]
     sent, received = part.sent.split(buffers[0]), part.received.split(buffers[1])
