@@ -8,7 +8,7 @@ from sharded_training import make_job, train, weights
 from phalanx.comm import simulate
 
 EVERYTHING = [(size, copies) for size in (1, 2, 3, 4, 5, 7, 8) for copies in (1, 2, 3)]
-SOME = [(3, 2), (1, 2), (5, 1), (9, 3), (3, "all")]
+SOME = [(3, 2), (5, 1), (1, 2), (9, 3), (3, "all")]
 
 
 def unsharded(options):
@@ -35,7 +35,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_any_number_of_workers_and_copies_gives_the_bits_of_the_unsharded_job(options):
     expected = unsharded(options)
-    for size, copies in SOME[:1] if options else SOME:
+    for size, copies in SOME[:2] if options else SOME:
         for found in simulate(size).run(run, copies, options):
             assert found == expected, f"{size} workers, {copies} copies"
 

@@ -12,7 +12,7 @@ from sharded_training import Blocks, Rows, build, make_job, make_optimizer, trai
 from torch import nn
 from torch.nn import functional as F
 
-from phalanx.comm import simulate
+from phalanx.comm import observe, simulate
 from phalanx.elastic import Job, NonFinite, Outcome, RunOptions
 from phalanx.errors import RankFailed
 from phalanx.fsdp import fully_shard
@@ -164,3 +164,38 @@ def test_a_batch_without_weight_counts_for_nothing_and_evaluation_is_that_of_one
     expected = run(None, False)
     for found in simulate(3).run(run, True):
         assert found == expected
+
+
+def test_the_digest_moves_digests_and_no_weights():
+    """Of 2 MB of weights, of which each worker holds two thirds."""
+
+    def main(group):
+        model = fully_shard(torch.nn.Linear(1024, 512))
+        optimizer = torch.optim.AdamW(model.parameters())
+        run = RunOptions(progress=False, group=group, threads=1)
+        job = Job(model, optimizer, Wide(), num_slots=3, slot_batch_size=1, copies=2, run=run)
+        moved = []
+        for step in job.steps(max_steps=2):
+            for micro in step:
+                micro.backward(job.model(micro.inputs).square().mean())
+            step.commit()
+            if step.number == 0:
+                with observe(lambda event: moved.append(event.nbytes)):
+                    digest = job.digest()
+        return digest, sum(moved), len(moved)
+
+    found = simulate(3).run(main)
+    assert len({digest for digest, _, _ in found}) == 1
+    for _, nbytes, count in found:
+        assert count > 0
+        assert 0 < nbytes < 128 << 10
+
+
+class Wide(torch.utils.data.Dataset):
+    """Rows of 1,024 numbers."""
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, index):
+        return torch.full((1024,), float(index)), 0

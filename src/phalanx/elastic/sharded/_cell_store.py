@@ -21,7 +21,7 @@ from phalanx.elastic.sharded._holdings import Holdings
 from phalanx.elastic.sharded._model_units import ModelUnits
 from phalanx.elastic.sharded._pieces import Piece, State, cut_state, join_states, piece_ranges
 from phalanx.elastic.sharded._slot_reduction import OwnerPlan, SlotReduction, owner_plan
-from phalanx.elastic.sharded._slot_sums import SlotSums
+from phalanx.elastic.sharded._slot_sums import SlotSums, Spares
 from phalanx.fsdp.layout._unit_layout import Range, UnitLayout, intersect, joined
 from phalanx.fsdp.unit._section import Section, UnitPlace
 from phalanx.fsdp.unit._unit_driver import UnitDriver
@@ -75,6 +75,7 @@ class CellStore:
         self._holdings: Holdings | None = None
         """Those that the sections are laid out by."""
         self._plans: dict[str, Any] = {}
+        self._spares = Spares()
 
     def plan(self, name: str, make: Callable[[], T]) -> T:
         """Return what follows from the layouts, made once for as long as they stay."""
@@ -117,6 +118,7 @@ class CellStore:
         """Hold what ``holdings`` says, in ``group``: from what is here and what was received."""
         rank = group.rank
         self._plans = {}
+        self._spares.clear()
         moves = self._group is not group
         if moves:
             self._join(group, driver)
@@ -167,24 +169,21 @@ class CellStore:
         owned = layout.restricted(extents).owned[rank]
         count = sum(stop - start for start, stop in owned)
         if old is not None:
-            sums = (
-                old.sums
-                if old.sums.count == count
-                else SlotSums(count, self.num_slots, section.reduce_dtype, place.device)
-            )
+            sums = old.sums if old.sums.count == count else self._sums(section, old.grad, count)
             sums.reset()
             return HeldSection(layout, old.held, old.storage, old.grad, owned, sums)
         # What is sent as it lies must be as long as the longest; else it is packed first, and has its own length.
         count_held = layout.num_held[rank] if layout.has_copies else part_length(layout)
         storage = ShardStorage(place.group, count_held, section.dtype, place.shard_device)
-        return HeldSection(
-            layout,
-            layout.held[rank],
-            storage,
-            torch.zeros(layout.num_held[rank], dtype=section.dtype, device=place.shard_device),
-            owned,
-            SlotSums(count, self.num_slots, section.reduce_dtype, place.device),
-        )
+        grad = torch.zeros(layout.num_held[rank], dtype=section.dtype, device=place.shard_device)
+        return HeldSection(layout, layout.held[rank], storage, grad, owned, self._sums(section, grad, count))
+
+    def _sums(self, section: Section, grad: Tensor, count: int) -> SlotSums:
+        """Return the sums of so many elements: in the gradient itself where it has no others."""
+        dtype, device = section.reduce_dtype, section.place.device
+        is_all = (count, dtype, device) == (grad.numel(), grad.dtype, grad.device)
+        home = grad if is_all else torch.empty(count, dtype=dtype, device=device)
+        return SlotSums(home, self.num_slots, self._spares)
 
     def _reducer(self, section: Section, held: HeldSection, number: int) -> Any:
         plans: dict[tuple[int, ...], OwnerPlan] = {}

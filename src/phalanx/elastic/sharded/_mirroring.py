@@ -39,6 +39,8 @@ def spread_gradients(store: CellStore, group: Group, messages: MessageKinds | No
 
 def _take_own(held: HeldSection, rank: int) -> None:
     root, at = held.sums.root(), 0
+    if root is held.grad:
+        return
     for begin, end in held.owned:
         start, stop = held.layout.local_span(rank, begin, end)
         held.grad[start:stop].copy_(root[at : at + end - begin])
@@ -80,7 +82,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Part:
+class MirrorExchange:
     """One all-to-all."""
 
     dtype: torch.dtype
@@ -89,7 +91,7 @@ class Part:
     received: Side
 
 
-def _parts(store: CellStore, group: Group) -> Iterator[Part]:
+def _parts(store: CellStore, group: Group) -> Iterator[MirrorExchange]:
     """Yield all-to-alls that together bring every gradient to its mirrors; as many on all ranks."""
     by_dtype: dict[torch.dtype, list[HeldSection]] = {}
     for held in store.sections.values():
@@ -103,7 +105,7 @@ def _parts(store: CellStore, group: Group) -> Iterator[Part]:
         count = max(1, -(-most * dtype.itemsize // PART_BYTES))
         for number in range(count):
             sides = [Side.of([_cut(each, number, count) for each in side]) for side in (sent, received)]
-            yield Part(dtype, sections[0].grad.device, *sides)
+            yield MirrorExchange(dtype, sections[0].grad.device, *sides)
 
 
 def _places(sections: Sequence[HeldSection], owner: int, holder: int, *, of: int) -> list[Tensor]:
@@ -134,7 +136,7 @@ def _cut(places: Sequence[Tensor], number: int, count: int) -> list[Tensor]:
     return found
 
 
-def _exchange(part: Part, group: Group, messages: Messages | None) -> None:
+def _exchange(part: MirrorExchange, group: Group, messages: Messages | None) -> None:
     pool = pool_of(group)
     buffers = [pool.acquire(group, side.length, part.dtype, part.device) for side in (part.sent, part.received)]
     sent, received = part.sent.split(buffers[0]), part.received.split(buffers[1])
