@@ -1,8 +1,9 @@
 """Shows a job from the agent of a node: collects what happens, serves it, and tells the others where.
 
 Owns the hub, the thread that reads the workers' event files, the server, and the records of addresses in the store. The
-agent of the first node writes the job's own address; it and those of the second and of the last node, one of which would
-be the next, follow the events of all others. Nothing here can fail a job: what does not work is said, and the job goes on without it.
+agent of the first node writes the job's own address; it and those of the second and the last node, one of which would
+be the next, follow the events of all others. Nothing here can fail a job: what does not work is said, and the job goes
+on without it.
 """
 
 from __future__ import annotations
