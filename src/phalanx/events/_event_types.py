@@ -99,8 +99,7 @@ class WorkerHung(JobEvent):
     worker_id: str
     rank: int
     seconds: float
-    stacks: str = ""
-    """What it was doing, as far as it said."""
+    stacks: str = ""  # what it was doing, as far as it said
     kind: ClassVar[str] = "worker_hung"
 
 
@@ -428,8 +427,7 @@ class Resumed(TrainingEvent):
 class Saved(TrainingEvent):
     step: int
     path: str
-    verified: bool | None = None
-    """Whether it was read back from the disk, all of it, and is what was to be written; None: it was not read."""
+    verified: bool | None = None  # it was read back from the disk and is what was to be written
     kind: ClassVar[str] = "saved"
 
 

@@ -1,8 +1,9 @@
 """Shows a job from the agent of a node: collects what happens, serves it, and tells the others where.
 
 Owns the hub, the thread that reads the workers' event files, the server, and the records of addresses in the store. The
-agent of the first node writes the job's own address; it and the agent of the second, which would be the next, follow
-the events of all others. Nothing here can fail a job: what does not work is said, and the job goes on without it.
+agent of the first node writes the job's own address; it and those of the second and the last node, one of which would
+be the next, follow the events of all others. Nothing here can fail a job: what does not work is said, and the job goes
+on without it.
 """
 
 from __future__ import annotations
@@ -258,7 +259,9 @@ class NodeWatch:
                     store.set(pages_key(info.node.id), mine)
                     if info.rank == 0:
                         store.set(PAGE, mine)
-                    if info.rank <= 1 and info.world_size > 1:
+                    if info.world_size > 1 and info.rank in (0, 1, info.world_size - 1):
+                        # Whoever may come to serve: when the first node is lost and no other comes, the last one of a
+                        # larger group takes its rank, and of two the second.
                         found = store.items(PAGES)
                         self._follow_peers(found)
                         if not {pages_key(node.id) for node in info.nodes} <= set(found):
