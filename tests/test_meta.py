@@ -143,7 +143,7 @@ SUBLAYERS: dict[str, list[str]] = {
     "integrations": [
         "_wandb_files", "step_loader", "frameworks", "accelerate", "trackers", "kubeflow", "_ray_agents", "ray",
     ],
-    "lightning": ["_refusals", "_logged_values", "_log_writer", "_trainer_state", "_strategy"],
+    "lightning": ["_refusals", "_logged_values", "_log_writer", "_checkpoint_files", "_trainer_state", "_strategy"],
     "transformers": ["_refusals", "_trainer_state", "_trainer"],
     "events": ["_troubles", "_free_event", "_event_types", "_lines", "_writer"],
     "watch": [

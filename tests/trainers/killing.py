@@ -35,9 +35,9 @@ class Deed:
         rank, step, place, *action = text.split(":")
         return cls(rank if rank == WRITER else int(rank), int(step), place, *action)
 
-    def is_at(self, place: str, job: Job, step: int) -> bool:
+    def is_at(self, place: str, job: Job, step: int, *, is_late: bool) -> bool:
         is_mine = job.is_writer if self.rank == WRITER else job.rank == self.rank
-        return is_mine and (self.step, self.place) == (step, place)
+        return is_mine and self.place == place and (self.step == step or (is_late and self.step < step))
 
     def size_after(self, size: int) -> int:
         """How many workers there are when it is done and the dead are replaced."""
@@ -81,7 +81,8 @@ class Killings:
     """``rank:step:place`` each, or ``writer:step:place``, with ``:leave`` or ``:scale=N`` for another deed than a kill.
 
     As long as one of them is to come, and after one that adds workers, the workers wait in each step for those that
-    are to come, so that nothing depends on how long one takes to start.
+    are to come, so that nothing depends on how long one takes to start. One that would leave nobody is done at the same
+    place of a later step.
     """
 
     def __init__(self, directory: Path, given: str, size: int, adopt: str = "") -> None:
@@ -127,9 +128,11 @@ class Killings:
 
     def at(self, place: str, job: Job, step: int) -> None:
         for number, deed in enumerate(self._wanted):
-            if deed.is_at(place, job, step):
+            late = self._directory / f"late-{number}"
+            if deed.is_at(place, job, step, is_late=late.exists()):
                 if deed.action in ("kill", "leave") and job.world_size == 1:
-                    continue  # on a slow machine the one before is not replaced yet, and nobody would be left
+                    late.touch()  # on a slow machine the one before is not replaced yet, and nobody would be left
+                    continue
                 try:
                     os.close(os.open(self._path(number), os.O_CREAT | os.O_EXCL))
                 except FileExistsError:

@@ -44,6 +44,8 @@ class Model(pl.LightningModule):
         return loss
 
     def validation_step(self, batch, batch_idx):
+        if not self.trainer.sanity_checking:
+            self.trainer.callbacks[0].at("validation", self.trainer)
         self.log("val", self.loss(batch), prog_bar=True)
 
     def configure_optimizers(self):
@@ -63,14 +65,14 @@ class Watch(Callback):
         self.num_backward = [0, 0]
         self.killings = killings
 
-    def _at(self, place, trainer):
+    def at(self, place, trainer):
         job = trainer.strategy.job
         if job is not None and not trainer.sanity_checking:
             self.killings.at(place, job, trainer.global_step)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.killings.wait(trainer.strategy.job)
-        self._at("batch_start", trainer)
+        self.at("batch_start", trainer)
 
     def on_before_backward(self, trainer, module, loss):
         assert loss.grad_fn is not None
@@ -80,25 +82,22 @@ class Watch(Callback):
         self.num_backward[1] += 1
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
-        self._at("reduced", trainer)
+        self.at("reduced", trainer)
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.killings.note(trainer.strategy._step)
         lr = trainer.optimizers[0].param_groups[0]["lr"]
         self.seen.append([trainer.global_step, trainer.current_epoch, batch_idx, float(outputs["loss"]), lr])
-        self._at("batch_end", trainer)
-
-    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
-        self._at("validation", trainer)
+        self.at("batch_end", trainer)
 
     def on_validation_end(self, trainer, module):
-        self._at("validated", trainer)
+        self.at("validated", trainer)
 
     def on_train_epoch_end(self, trainer, module):
-        self._at("epoch_end", trainer)
+        self.at("epoch_end", trainer)
 
     def on_train_end(self, trainer, module):
-        self._at("train_end", trainer)
+        self.at("train_end", trainer)
 
     def state_dict(self):
         return {"seen": self.seen}

@@ -22,7 +22,7 @@ def run(directory: Path, *command: str) -> str:
         [sys.executable, *command], capture_output=True, text=True, timeout=280, cwd=directory, env=environment
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
     return done.stdout
 
 
@@ -32,8 +32,8 @@ def run(directory: Path, *command: str) -> str:
         pytest.param("accelerate_script.py", [], "torch.nn.parallel.distributed", id="accelerate"),
         pytest.param("lightning_ddp_script.py", [], None, id="lightning"),
         pytest.param("hf_ddp_script.py", [], None, id="hf", marks=pytest.mark.soak),
-        pytest.param("accelerate_script.py", ["--drop-in=ddp"], "phalanx.ddp.wrapper._wrapper", id="accelerate drop-in",
-                     marks=pytest.mark.soak),
+        pytest.param("accelerate_script.py", ["--drop-in=ddp"], "phalanx.ddp.wrapper._wrapper",
+                     id="accelerate drop-in"),
         pytest.param("lightning_ddp_script.py", ["--drop-in=ddp"], None, id="lightning drop-in",
                      marks=pytest.mark.soak),
         pytest.param("hf_ddp_script.py", ["--drop-in=ddp"], None, id="hf drop-in", marks=pytest.mark.soak),
@@ -53,7 +53,6 @@ def test_an_unmodified_script_trains_on_two_workers_as_under_torchrun(tmp_path, 
         assert "phalanx" not in (tmp_path / "theirs" / "kinds").read_text()
 
 
-@pytest.mark.soak
 def test_the_documented_loop_survives_kills(tmp_path):
     alone = Run("accelerate_elastic_script.py", tmp_path / "alone")
     run = Run("accelerate_elastic_script.py", tmp_path / "run", "0:4:batch,1:9:batch,0:15:batch", "2", workers=2)

@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from killing import Deed
 
 HERE = Path(__file__).parent
 PRELOAD = {
@@ -45,10 +46,19 @@ class Run:
         assert found, "no worker came to the end"
         return found
 
-    def undone(self, kill: str) -> list[str]:
-        """Which deeds of ``--kill`` nobody did: a worker that was to die and did not makes no test."""
-        deeds = enumerate(kill.removeprefix("--kill=").split(","))
-        return [deed for number, deed in deeds if not (self.directory / f"done-{number}").exists()]
+    def undone(self, kill: str, num_steps: int = 1000) -> list[str]:
+        """Which deeds of ``--kill`` nobody did, of those up to the last step: without them, nothing was tested."""
+        deeds = [Deed.parse(one) for one in kill.removeprefix("--kill=").split(",")]
+        return [
+            str(deed)
+            for number, deed in enumerate(deeds)
+            if deed.step <= num_steps and not (self.directory / f"done-{number}").exists()
+        ]
+
+    def num_steps(self) -> int:
+        """How many steps it came to; it is the run of one worker."""
+        ((_, result),) = self.results().items()
+        return int(result["step"])
 
     def checkpoints(self) -> dict[str, str]:
         """What Lightning has saved: by its name, what it is a link to, or all that is in it."""

@@ -1,9 +1,9 @@
 """What every worker knows of the checkpoints, which the writer alone writes: which there are, and which are due.
 
 Lightning asks every worker for a checkpoint, and only the writer writes. If it dies before it has, nobody would: so the
-others keep what was to be written in the step under way, as bytes, since callbacks may put averages in the place of the
-weights meanwhile. The one that writes from then on writes it where the next step begins, or the job ends. The next
-commit forgets it: whoever wrote was there, and had written. While they make the bytes, the writer makes its own.
+others keep a copy of what was to be written in the step under way, since callbacks may put averages in the place of
+the weights meanwhile. The one that writes from then on writes it where the next step begins, or the job ends. The next
+commit forgets it: whoever wrote was there, and had written. While they copy, the writer writes.
 
 Whether a name is taken is asked of the disk once, by the first worker to need it, and is then what the job has done to
 that file: Lightning asks the writer alone, and the others would go on with other names.
@@ -11,13 +11,13 @@ that file: Lightning asks the writer alone, and the others would go on with othe
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
 from phalanx.elastic import write_once
 
@@ -38,9 +38,8 @@ class CheckpointFiles:
         if is_writer:
             write(checkpoint)
             return
-        data = io.BytesIO()
-        torch.save(checkpoint, data)
-        self._keep(str(path), lambda: write(_read_back(data)))
+        copy = copy_of(checkpoint)
+        self._keep(str(path), lambda: write(copy))
 
     def note_removal(self, path: Any, remove: Callable[[], None], *, is_writer: bool) -> None:
         self._is_there[str(path)] = False
@@ -104,6 +103,14 @@ def _model_checkpoints(trainer: Any) -> list[Any]:
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
 
 
-def _read_back(data: io.BytesIO) -> Any:
-    data.seek(0)
-    return torch.load(data, map_location="cpu", weights_only=False)  # this worker has made it
+def copy_of(checkpoint: Any) -> Any:
+    """Return a copy, with its tensors in the memory of the host."""
+    return deepcopy(checkpoint, {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in _tensors(checkpoint)})
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)

@@ -14,7 +14,7 @@ from phalanx.data.sources._parquet_source import ParquetSource
 CHANGES = ("_distributed", "_formatting")
 """What a stream keeps of what was done to it."""
 CHANGES_OF_SOME = ("_shuffling", "_starting_state_dict")
-"""The same, of some releases only."""
+"""What it keeps of that in some releases only."""
 
 
 def from_huggingface(dataset: Any, **options: Any) -> ParquetSource:
