@@ -323,6 +323,28 @@ ATTRIBUTES: dict[str, tuple[str, str, str]] = {
 # What is said where it is used: (the class or module, its attribute): what breaks without it.
 IN_PLACE: dict[tuple[str, str], str] = {
     ("torch._dynamo.trace_rules", "_allowed_callable_ids"): "torch.compile breaks its graph at parallel styles",
+    (
+        "torch._dynamo.trace_rules",
+        "SKIP_DIRS",
+    ): "torch.compile compiles what intercepts calls on DTensors, frame by frame",
+    ("torch._dynamo.trace_rules", "add"): "torch.compile compiles what intercepts calls on DTensors, frame by frame",
+    ("torch._dynamo.trace_rules", "get_legacy_mod_inlinelist"): "torch.compile breaks its graph at meshes and styles",
+    (
+        "torch.fx.experimental.proxy_tensor",
+        "ProxyTorchDispatchMode",
+    ): "make_fx records a DTensor's part where it should be refused",
+    (
+        "torch._subclasses.functional_tensor",
+        "FunctionalTensorMode",
+    ): "torch.export records a DTensor's part where it should be refused",
+    (
+        "torch._functorch.aot_autograd",
+        "aot_module_simplified",
+    ): "torch.compile compiles DTensors below autograd, and fails",
+    (
+        "torch._dynamo.backends.common",
+        "aot_module_simplified",
+    ): "torch.compile compiles DTensors below autograd, and fails",
     ("torch._dynamo.variables.builder", "_automatic_dynamic"): "a second batch size gives a DTensor symbols for sizes",
     (
         "torch.utils._foreach_utils",

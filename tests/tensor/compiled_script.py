@@ -37,7 +37,7 @@ class Dropping(MLP):
 class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(MLP(8, 512) for _ in range(3))
+        self.layers = nn.ModuleList(MLP(8, 16) for _ in range(3))
 
     def forward(self, x: Any) -> Any:
         for layer in self.layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
 from typing import Any
@@ -13,10 +14,13 @@ import torch._dynamo
 from meshes import on_mesh
 from torch import Tensor
 
+from phalanx._torch_private import FakeTensorMode
 from phalanx.comm import DeviceMesh
-from phalanx.tensor import Replicate, Shard, distribute_tensor
-from phalanx.tensor.compile import _compilers
+from phalanx.comm.torch_interop._dynamo import RUNNERS, run_as_it_is
+from phalanx.tensor import Partial, Replicate, Shard, distribute_tensor
+from phalanx.tensor.compile import _compilers, _recorded
 from phalanx.tensor.core._dtensor import DTensor
+from phalanx.tensor.layout._placement import MaskPartial, StridedShard
 from phalanx.tensor.redistribute import _traced
 
 pytestmark = pytest.mark.timeout(280)
@@ -114,3 +118,78 @@ def test_what_dynamo_tells_of_a_graph() -> None:
     (given,) = [node for node in graph.graph.nodes if node.op == "placeholder"]
     assert given._dynamo_source is not None
     assert {"example_value", "tensor_dict"} <= set(given.meta)
+    output = importlib.import_module("torch._dynamo.output_graph")
+    assert "gm._backend_id = " in inspect.getsource(output), "for caches of whole programs only"
+
+
+def test_where_inputs_come_from() -> None:
+    from torch._dynamo.source import AttrSource, LocalSource
+
+    source = AttrSource(AttrSource(LocalSource("model"), "weight"), "grad")
+    assert list(_recorded.attributes_of(source)) == ["grad", "weight"]
+    local = _recorded.local_source(source)
+    assert local.name.endswith(f".grad.{_recorded.LOCAL}"), local.name
+
+
+def test_what_dynamo_asks_before_it_makes_a_dim_a_symbol() -> None:
+    from torch._dynamo.variables import builder
+
+    wanted = ["e", "tx", "source", "static_shapes"]
+    assert list(inspect.signature(builder._automatic_dynamic).parameters)[:4] == wanted
+    taken = inspect.signature(FakeTensorMode.from_tensor).parameters
+    assert {"static_shapes", "source"} <= set(taken)
+
+
+def test_the_list_of_files_to_read_is_made_anew_with_ours_on_it() -> None:
+    from torch._dynamo import trace_rules
+
+    trace_rules.get_legacy_mod_inlinelist.cache_clear()
+    found = trace_rules.get_legacy_mod_inlinelist()
+    assert {str(module.__file__) for module in _compilers.INLINED} < found
+
+
+def test_frames_are_left_alone_and_what_they_call() -> None:
+    made: list[Any] = []
+
+    def called(x: Any) -> Any:
+        return x * 2
+
+    def left_alone(x: Any) -> Any:
+        return called(x) + 1
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        made.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(called, backend=keep)(torch.ones(3))
+    assert len(made) == 1
+    run_as_it_is(left_alone.__code__)
+    torch.compile(left_alone, backend=keep)(torch.ones(4))
+    torch._dynamo.reset()
+    assert len(made) == 1, "neither it nor what it calls"
+    assert RUNNERS in importlib.import_module("torch._dynamo.trace_rules").SKIP_DIRS
+
+
+def test_each_member_that_is_listed_is_read_in_a_graph() -> None:
+    values: list[Any] = [
+        Shard(1),
+        StridedShard(1, split_factor=2),
+        Replicate(),
+        Partial("max"),
+        MaskPartial(),
+    ]
+    kinds = {type(value) for value in values}
+    assert kinds == set(_compilers.READ) - {DeviceMesh}  # whose attributes are read as any object's
+
+    def told(value: Any, names: tuple[str, ...]) -> list[Any]:
+        return [getattr(value, name)() if name.startswith("is_") else getattr(value, name) for name in names]
+
+    torch._dynamo.reset()
+    for value in values:
+        names = _compilers.READ[type(value)]
+        compiled = torch.compile(
+            lambda x, value=value, names=names: (x * 2, told(value, names)), backend="eager", fullgraph=True
+        )
+        assert compiled(torch.ones(2))[1] == told(value, names), value
+    torch._dynamo.reset()

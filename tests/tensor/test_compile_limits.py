@@ -14,7 +14,16 @@ from meshes import on_mesh, whole
 from test_compile_programs import fresh, spread, values  # noqa: F401  # a fixture
 
 from phalanx import comm
-from phalanx.tensor import DTensor, Replicate, Shard, init_device_mesh
+from phalanx.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    communication_mode,
+    distribute_tensor,
+    fallback_policy,
+    init_device_mesh,
+    zeros,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "compile.md"
 pytestmark = [
@@ -84,7 +93,10 @@ def documented() -> list[str]:
 
 
 def test_every_message_of_the_page_is_tried() -> None:
-    others = ["would be made while torch.compile traces", "on DTensors cannot be traced:"]  # below
+    others = [
+        "would be made while torch.compile traces",
+        "on DTensors cannot be traced:",
+    ]  # below
     assert sorted(documented()) == sorted([*CASES, *others])
 
 
@@ -107,6 +119,35 @@ def test_it_is_said_with_fullgraph_and_runs_as_it_is_without(message: str) -> No
         "Python float" in message
     )  # that it changes Dynamo remembers by the line of code: for all simulated ranks
     on_mesh(body, 1 if is_float else 2, timeout=500.0)
+
+
+def doubled_in_explicit_mode(x: Any) -> Any:
+    with communication_mode("explicit"):
+        return x * 2
+
+
+def doubled_without_fallbacks(x: Any) -> Any:
+    with fallback_policy("error"):
+        return x * 2
+
+
+SKIPPED: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
+    "distribute_tensor": lambda mesh: lambda x: distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]) * x,
+    "zeros": lambda mesh: lambda x: zeros((6, 4), device_mesh=mesh, placements=[Shard(0)]) + x,
+    "communication_mode": lambda mesh: doubled_in_explicit_mode,
+    "fallback_policy": lambda mesh: doubled_without_fallbacks,
+}
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_functions_of_ours_that_dynamo_does_not_read(name: str) -> None:
+    def body(mesh: Any) -> None:
+        x, function = spread(mesh, values(6, 4), Shard(0), grad=False), SKIPPED[name](mesh)
+        with pytest.raises(Exception, match="marked as skipped"):
+            torch.compile(own(function), backend="aot_eager", fullgraph=True)(x)
+        assert torch.equal(whole(torch.compile(own(function), backend="aot_eager")(x)), whole(function(x)))
+
+    on_mesh(body, 2, timeout=500.0)
 
 
 def test_probabilities_are_looked_at_before_a_draw() -> None:

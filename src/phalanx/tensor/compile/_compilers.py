@@ -1,7 +1,8 @@
 """The one list of what torch.compile is told about this package, and ``install``.
 
-Owns the list. Nothing of the compilers is imported for it: each change is made when they are. Their private names stand
-here and in ``_torch_private.py``, nowhere else; each has a test in ``tests/tensor/test_compile_internals.py``.
+Owns the list. Nothing of the compilers is imported for it: each change is made when they are. Their private names
+stand here, in ``_recorded.py`` (what Dynamo notes beside graphs) and in ``_torch_private.py``, nowhere else; each has a
+test in ``tests/tensor/test_compile_internals.py``.
 """
 
 from __future__ import annotations

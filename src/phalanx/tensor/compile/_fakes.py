@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from phalanx._torch_private import TracingContext, UnsupportedFakeTensor, WeakTensorKeyDictionary
+from phalanx.tensor.compile._recorded import LOCAL, attributes_of, local_source
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._strides import strides_of
 
@@ -32,12 +33,10 @@ def faker(plain: Any) -> Any:
                 f"Export the plain module before it is distributed, or give it full_tensor()"
             )
         _check_traceable(tensor, source)
-        from phalanx._torch_private import AttrSource  # start-up: it imports Dynamo
-
         kept = self.__dict__.setdefault(_KEPT, WeakTensorKeyDictionary()).setdefault(tensor._local, {})
         key = id(tensor), tensor._spec
         if key not in kept:
-            local = plain(self, tensor._local, static_shapes=True, source=AttrSource(source, "_local"))
+            local = plain(self, tensor._local, static_shapes=True, source=local_source(source))
             kept[key] = wrap(local, tensor._spec)
         return kept[key]
 
@@ -48,19 +47,10 @@ def static_shapes(plain: Any) -> Any:
     """Wrap Dynamo's choice of the dims that become symbols: none of a DTensor, nor of its local tensor."""
 
     def automatic_dynamic(e: Any, tx: Any, source: Any, static_shapes: bool, *args: Any, **kwargs: Any) -> Any:
-        is_local = getattr(source, "member", None) == "_local"
+        is_local = next(attributes_of(source), None) == LOCAL
         return plain(e, tx, source, static_shapes or is_local or isinstance(e, DTensor), *args, **kwargs)
 
     return automatic_dynamic
-
-
-def _is_gradient(source: Any) -> bool:
-    """Return whether ``source`` is some ``.grad``: Dynamo guards torch's own field, which a DTensor leaves empty."""
-    while source is not None:
-        if getattr(source, "member", None) == "grad":
-            return True
-        source = getattr(source, "base", None)
-    return False
 
 
 def _check_traceable(tensor: DTensor, source: Any) -> None:
@@ -71,7 +61,7 @@ def _check_traceable(tensor: DTensor, source: Any) -> None:
         why = f"it is a copied view, made by {tensor._copied_view.op}"
     elif tensor._spec.is_outside:
         why = f"rank {tensor._spec.mesh.get_rank()} is outside of its mesh"
-    elif _is_gradient(source):
+    elif "grad" in attributes_of(source):  # Dynamo guards torch's own field, which a DTensor leaves empty
         why = "it is the gradient of another (optimizers stay outside)"
     elif strides_of(tensor) != tensor._spec.template.stride():  # which Dynamo's guards would compare
         why = "its dims are in another order in memory, as after transpose(); contiguous() puts them in order"

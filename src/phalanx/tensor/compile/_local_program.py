@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from phalanx._torch_private import storage_address
+from phalanx.tensor.compile._recorded import copy_notes, placeholder, placeholder_for, value_of
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._modes import settings
 from phalanx.tensor.layout._spec import Spec
@@ -42,7 +43,7 @@ def local_compiler(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _concerns_us(graph: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     if any(isinstance(value, DTensor) for value in (*inputs, *_attributes(graph))):
         return True
-    return any(isinstance(node.meta.get("example_value"), DTensor) for node in graph.graph.nodes)
+    return any(isinstance(value_of(node), DTensor) for node in graph.graph.nodes)
 
 
 def _attributes(graph: fx.GraphModule) -> list[Any]:
@@ -78,28 +79,15 @@ class _LocalProgram:
     def module(self) -> fx.GraphModule:
         """Return what the compiler gets: a graph with one node, which traces."""
         made = fx.Graph()
-        arguments = [self._placeholder(made, old) for old in self._graph.graph.find_nodes(op="placeholder")]
-        arguments += [_sourceless(made, f"stream_{i}") for i in range(len(self.example_locals) - len(arguments))]
+        inputs = self._graph.graph.find_nodes(op="placeholder")
+        arguments = [placeholder_for(made, old, is_ours=isinstance(value_of(old), DTensor)) for old in inputs]
+        arguments += [placeholder(made, f"stream_{i}") for i in range(len(self.example_locals) - len(arguments))]
         results = made.call_function(self.trace, tuple(arguments))
         (output,) = self._graph.graph.find_nodes(op="output")
         made.output(tuple(made.call_function(_item, (results, i)) for i in range(len(output.args[0]))))
         module = fx.GraphModule(torch.nn.Module(), made)
-        module.meta.update(self._graph.meta)
-        for name in ("_param_name_to_source", "_backend_id"):
-            if hasattr(self._graph, name):
-                setattr(module, name, getattr(self._graph, name))
+        copy_notes(self._graph, module)
         return module
-
-    def _placeholder(self, made: fx.Graph, old: fx.Node) -> fx.Node:
-        from phalanx._torch_private import AttrSource  # start-up: it imports Dynamo
-
-        node = _sourceless(made, old.name)
-        source = getattr(old, "_dynamo_source", None)
-        is_ours = isinstance(old.meta.get("example_value"), DTensor)
-        node._dynamo_source = AttrSource(source, "_local") if is_ours and source is not None else source
-        if "tensor_dict" in old.meta and not is_ours:
-            node.meta["tensor_dict"] = old.meta["tensor_dict"]
-        return node
 
     def called_by(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``compiled``, which takes locals, as Dynamo calls it: with DTensors."""
@@ -119,12 +107,6 @@ class _LocalProgram:
 
         disabled: Callable[..., Any] = torch.compiler.disable(run)
         return disabled
-
-
-def _sourceless(made: fx.Graph, name: str) -> fx.Node:
-    node = made.placeholder(name)
-    node._dynamo_source = None
-    return node
 
 
 def _shared_storages(values: Sequence[Any]) -> list[int]:
