@@ -145,7 +145,7 @@ SUBLAYERS: dict[str, list[str]] = {
     ],
     "lightning": ["_refusals", "_logged_values", "_log_writer", "_checkpoint_files", "_trainer_state", "_strategy"],
     "transformers": ["_refusals", "_trainer_state", "_trainer"],
-    "events": ["_troubles", "_free_event", "_event_types", "_lines", "_writer"],
+    "events": ["_troubles", "_free_event", "_agent_events", "_event_types", "_lines", "_writer"],
     "watch": [
         "_decimate", "_histogram", "_committed", "_goodput", "_incidents", "_in_words", "_lifelines", "_nodes",
         "_paces", "_copies", "_running_nodes", "_view", "_metrics", "_hub", "_files", "_log_files", "_audit", "_http",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.events._event_types import AgentEventsLost
+from phalanx.events._agent_events import AgentEventsLost
 from phalanx.events._lines import dump
 from phalanx.launch import DefaultLogsSpecs, Std
 from phalanx.launch.events import EventLog, ShutDown, read_events

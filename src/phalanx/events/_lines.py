@@ -16,12 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from phalanx._fields import MAX_INTEGER, Fields, load_json, read_dataclass, short
-from phalanx.events._event_types import (
-    EVENT_TYPES,
-    AnyEvent,
-    StepCommitted,
-    TrainingEvent,
-)
+from phalanx.events._event_types import EVENT_TYPES, AnyEvent, StepCommitted, TrainingEvent
 from phalanx.events._free_event import Event, EventSource
 
 log = logging.getLogger(__name__)

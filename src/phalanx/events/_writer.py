@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from phalanx.events._event_types import AgentEventsLost, AnyEvent, EventsLost, StepCommitted
+from phalanx.events._agent_events import AgentEventsLost
+from phalanx.events._event_types import AnyEvent, EventsLost, StepCommitted
 from phalanx.events._lines import dump, step_line, to_record
 from phalanx.events._troubles import Backoff, Troubles
 

@@ -14,22 +14,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.events._agent_events import JobEvent, ShutDown, WorkerEvent, WorkerExited, WorkerFailed, WorkerHung
 from phalanx.events._event_types import (
     AnyEvent,
     GroupLost,
-    JobEvent,
     NotNeeded,
     RoundFormed,
-    ShutDown,
     StepCommitted,
     StepsRepeated,
     TrainingEvent,
     TrainingFinished,
     TrainingLeft,
-    WorkerEvent,
-    WorkerExited,
-    WorkerFailed,
-    WorkerHung,
     WorkerStepTimes,
 )
 

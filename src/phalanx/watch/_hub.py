@@ -14,7 +14,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-from phalanx.events._event_types import AnyEvent, NodeLoad, StepCommitted, WorkerStepTimes
+from phalanx.events._agent_events import NodeLoad
+from phalanx.events._event_types import AnyEvent, StepCommitted, WorkerStepTimes
 from phalanx.events._lines import dump, from_json, from_record, to_json
 from phalanx.watch._view import JobView
 

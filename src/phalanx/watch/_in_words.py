@@ -5,26 +5,33 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-from phalanx.events._event_types import (
+from phalanx.events._agent_events import (
     ActionAsked,
-    AnyEvent,
-    CellsHeld,
-    CellsMoved,
     GenerationEnded,
     GenerationFormed,
     GoodputTold,
-    GroupLost,
     JobEvent,
     JobRestarted,
     JobWentBack,
     LimitReached,
     NodeNoticed,
+    ShutDown,
+    WorkerExited,
+    WorkerFailed,
+    WorkerHung,
+    WorkerReplaced,
+    WorkerStarted,
+)
+from phalanx.events._event_types import (
+    AnyEvent,
+    CellsHeld,
+    CellsMoved,
+    GroupLost,
     NonFiniteFound,
     RolledBack,
     RoundFormed,
     Saved,
     SaveFailed,
-    ShutDown,
     SlotsDealt,
     StateReceived,
     StateSent,
@@ -33,11 +40,6 @@ from phalanx.events._event_types import (
     TrainingFinished,
     TrainingLeft,
     TrainingStarted,
-    WorkerExited,
-    WorkerFailed,
-    WorkerHung,
-    WorkerReplaced,
-    WorkerStarted,
     WrongBitsFound,
 )
 from phalanx.events._free_event import Event

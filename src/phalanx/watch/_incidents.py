@@ -6,7 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.events._event_types import AnyEvent, GroupLost, RoundFormed, StepCommitted, WorkerFailed, WorkerHung
+from phalanx.events._agent_events import WorkerFailed, WorkerHung
+from phalanx.events._event_types import AnyEvent, GroupLost, RoundFormed, StepCommitted
 from phalanx.watch._goodput import LOST_CONTACT
 
 MAX_KEPT = 500

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.events._agent_events import WorkerEvent, WorkerExited, WorkerFailed, WorkerHung, WorkerStarted
 from phalanx.events._event_types import (
     AnyEvent,
     GroupLost,
@@ -22,11 +23,6 @@ from phalanx.events._event_types import (
     TrainingFinished,
     TrainingLeft,
     TrainingStarted,
-    WorkerEvent,
-    WorkerExited,
-    WorkerFailed,
-    WorkerHung,
-    WorkerStarted,
 )
 
 MAX_MARKS = 100

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from phalanx.events._event_types import WorkerStarted
+from phalanx.events._agent_events import WorkerStarted
 from phalanx.events._lines import read_events
 
 MAX_ANSWER = 1 << 20

@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import Any
 
-from phalanx.events._event_types import (
-    ActionAsked,
-    AnyEvent,
-    LimitReached,
-    NodeLoad,
-    NodeNoticed,
-    WorkerFailed,
-    WorkerReplaced,
-)
+from phalanx.events._agent_events import ActionAsked, LimitReached, NodeLoad, NodeNoticed, WorkerFailed, WorkerReplaced
+from phalanx.events._event_types import AnyEvent
 from phalanx.watch._lifelines import Lifelines
 
 MAX_LOADS = 120

@@ -6,7 +6,8 @@ another machine) nothing is known, and nobody waits for them.
 
 from __future__ import annotations
 
-from phalanx.events._event_types import AnyEvent, GenerationFormed, ShutDown
+from phalanx.events._agent_events import GenerationFormed, ShutDown
+from phalanx.events._event_types import AnyEvent
 
 
 class RunningNodes:

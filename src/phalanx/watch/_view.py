@@ -9,27 +9,29 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import Any
 
-from phalanx.events._event_types import (
-    AnyEvent,
-    CellsHeld,
-    CellsMoved,
+from phalanx.events._agent_events import (
     GenerationEnded,
     GenerationFormed,
     JobRestarted,
     NodeLoad,
+    ShutDown,
+    WorkerFailed,
+)
+from phalanx.events._event_types import (
+    AnyEvent,
+    CellsHeld,
+    CellsMoved,
     NonFiniteFound,
     Resumed,
     RolledBack,
     RoundFormed,
     Saved,
     SaveFailed,
-    ShutDown,
     StateSent,
     StepCommitted,
     StepSkipped,
     TrainingFinished,
     TrainingStarted,
-    WorkerFailed,
     WorkerStepTimes,
     WrongBitsFound,
 )

@@ -35,14 +35,7 @@ from phalanx.elastic.membership._training import Training
 from phalanx.elastic.reduce._flat_layout import SCALARS
 from phalanx.elastic.reduce._reduction import Reduction
 from phalanx.errors import CommError, PeerLost
-from phalanx.events._event_types import (
-    GroupLost,
-    NotNeeded,
-    RankTakenOver,
-    RoundFormed,
-    StateReceived,
-    TrainingLeft,
-)
+from phalanx.events._event_types import GroupLost, NotNeeded, RankTakenOver, RoundFormed, StateReceived, TrainingLeft
 from phalanx.protocol import Finish, Ready
 
 

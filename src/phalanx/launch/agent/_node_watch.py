@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.comm import _background as background
 from phalanx.comm.stores._signing import read_secret
 from phalanx.errors import StoreError
-from phalanx.events._event_types import GoodputTold
+from phalanx.events._agent_events import GoodputTold
 from phalanx.events._lines import to_json
 from phalanx.events._troubles import say
 from phalanx.launch.config._config import LaunchConfig

@@ -21,10 +21,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 
-from phalanx.events._event_types import (
-    EVENT_TYPES,
+from phalanx.events._agent_events import (
     ActionAsked,
-    AnyEvent,
     GenerationEnded,
     GenerationFormed,
     JobEvent,
@@ -34,7 +32,6 @@ from phalanx.events._event_types import (
     NodeLoad,
     NodeNoticed,
     ShutDown,
-    TrainingEvent,
     WorkerEvent,
     WorkerExited,
     WorkerFailed,
@@ -42,6 +39,7 @@ from phalanx.events._event_types import (
     WorkerReplaced,
     WorkerStarted,
 )
+from phalanx.events._event_types import EVENT_TYPES, AnyEvent, TrainingEvent
 from phalanx.events._free_event import Event, EventMetadataValue, EventSource
 from phalanx.events._lines import VERSION, from_json, read_events, to_json
 from phalanx.events._writer import EventHandler, EventLog
