@@ -28,6 +28,10 @@ STRANGER = """(() => {
 """What somebody's text would do, had it become a tag."""
 
 
+ASKED = (("scale", "3"), ("drain", "n.b"), ("save", ""), ("stop", ""))
+"""What the page can ask of a job, and the value that goes with it."""
+
+
 def wait_for_text(browser: Browser, element: str, text: str) -> None:
     browser.wait_for(f"document.getElementById('{element}').textContent.includes({text!r})")
 
@@ -117,15 +121,19 @@ def test_the_token_lets_in_the_policy_holds_and_the_secret_signs_in_the_browser(
             assert token_of(SECRET) not in browser.ask("document.cookie")
             browser.problems.clear()
 
-            browser.click("[data-act=scale]")
-            browser.type("#act-value", "3")
-            browser.type("#act-secret", SECRET.decode())
-            browser.click("#act-go")
-            assert served.host.done == [], "not without a confirmation"
-            browser.click("#act-sure")
-            browser.click("#act-go")
-            browser.wait_for("document.getElementById('act-told').textContent === 'scale is done'")
-            assert [(action, wish["nproc"]) for action, wish in served.host.done] == [("scale", 3)]
+            for number, (action, value) in enumerate(ASKED):
+                browser.click(f"[data-act={action}]")
+                if value:
+                    browser.type("#act-value", value)
+                browser.type("#act-secret", SECRET.decode())
+                browser.click("#act-go")
+                assert len(served.host.done) == number, "not without a confirmation"
+                browser.click("#act-sure")
+                browser.click("#act-go")
+                browser.wait_for(f"document.getElementById('act-told').textContent === '{action} is done'")
+                browser.ask("document.getElementById('detail').close()")
+            asked = [(action, wish.get("nproc") or wish.get("node")) for action, wish in served.host.done]
+            assert asked == [("scale", 3), ("drain", "n.b"), ("save", None), ("stop", None)]
             assert browser.problems == []
 
             browser.ask(STRANGER)

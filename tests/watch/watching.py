@@ -146,7 +146,7 @@ class Doing(NoHost):
         self.alive = 0.0
 
     def act(self, action: str, wish: dict[str, Any], by: str) -> str:
-        if action not in ("scale", "stop"):
+        if action not in ("scale", "drain", "save", "stop"):
             raise ValueError(f"no action {action!r}")
         self.done.append((action, wish))
         return f"{action} is done"
