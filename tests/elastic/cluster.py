@@ -182,7 +182,7 @@ class Cluster:
                 raise AssertionError(f"phalanx run did not end in {timeout} s:\n{self.text()[-6000:]}") from None
             assert code == 0, f"phalanx run ended with {code}:\n{self.text()[-6000:]}"
         unexpected = [line for line in errors_of(self.text()) if line not in tracebacks]
-        assert unexpected == [], f"a worker that nobody killed has failed:\n{self.text()[-6000:]}"
+        assert unexpected == [], f"a worker that nobody killed has failed: {unexpected}\n{self.text()[-6000:]}"
         deadline = time.monotonic() + 60
         while self.pids() and time.monotonic() < deadline:
             time.sleep(0.02)

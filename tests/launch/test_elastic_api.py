@@ -267,7 +267,7 @@ def test_a_worker_that_overstays_is_killed_by_its_agents_timers(launcher: Any) -
     agent = launcher.run(*script, TORCHELASTIC_ENABLE_FILE_TIMER="1")
     assert agent.wait() == 0, agent.output
     assert "overstays in the long block" in agent.output
-    assert {"DONE 0 1", "DONE 1 1"} <= set(agent.output.splitlines())
+    assert {"rank 0: DONE 0 1", "rank 1: DONE 1 1"} <= set(agent.output.splitlines())
     failing = launcher.run("--nproc-per-node", 2, "overstaying.py", TORCHELASTIC_ENABLE_FILE_TIMER="1")
     assert failing.wait() == 1
     assert "its timer has expired: the long block" in failing.output
@@ -306,7 +306,7 @@ def test_the_launch_module_gives_scripts_their_local_rank(launcher: Any) -> None
     agent = launcher.launch("--nproc_per_node", 2, "local_rank.py", "--lr", 3)
     other = launcher.launch("--use-env", "local_rank.py", "--lr", 4)
     assert agent.wait() == 0, agent.output
-    assert {"RANK 0 0 3", "RANK 1 1 3"} <= set(agent.output.splitlines())
+    assert {"rank 0: RANK 0 0 3", "rank 1: RANK 1 1 3"} <= set(agent.output.splitlines())
     assert other.wait() == 0, other.output
     assert "RANK None 0 4" in other.output
     wrong = launcher.launch("--no-python", "true")

@@ -179,11 +179,11 @@ def test_agent_tells_about_its_workers(tmp_path):
     watcher = threading.Thread(target=look)
     watcher.start()
     told: dict[str, float] = {}
-    metrics.configure(Telling(told), "torchelastic")
+    metrics.configure(Telling(told))
     try:
         result = agent.run()
     finally:
-        metrics.configure(metrics.NullMetricHandler(), "torchelastic")
+        metrics.configure(metrics.NullMetricHandler())
         (tmp_path / "go").touch()
         watcher.join()
         handler.shutdown()
