@@ -13,15 +13,16 @@ from trainer_runs import HERE, Run
 pytestmark = pytest.mark.timeout(600)
 
 EXAMPLES = HERE.parents[1] / "examples"
+ABORTED = "terminate called without an active exception"
 
 
-def run(directory: Path, *command: str, ends_well: bool = True) -> str:
+def run(directory: Path, *command: str, may_end_with: str = "") -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PHALANX_JOB_SECRET": "s" * 32}
     directory.mkdir(exist_ok=True)
     done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, timeout=280, cwd=directory, env=environment
     )
-    if ends_well:
+    if not may_end_with or may_end_with not in done.stderr:
         assert done.returncode == 0, done.stdout + done.stderr
         assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
     return done.stdout
@@ -45,10 +46,10 @@ def run(directory: Path, *command: str, ends_well: bool = True) -> str:
 def test_an_unmodified_script_trains_on_two_workers_as_under_torchrun(tmp_path, name, flags, kinds):
     script = str(HERE / name)
     run(tmp_path / "ours", "-m", "phalanx", "run", "--nproc-per-node=2", *flags, script, ".")
-    # How torch's launcher ends is not compared, only what its worker has written at the end of the script: torch's own
-    # threads abort a process now and then while it leaves its group ("terminate called without an active exception").
+    # Torch's own threads abort a process now and then while it leaves its group: only this end of torch's launcher is
+    # passed over, and what its worker wrote at the end of the script is compared all the same.
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    run(tmp_path / "theirs", *torchrun, script, ".", ends_well=False)
+    run(tmp_path / "theirs", *torchrun, script, ".", may_end_with=ABORTED)
     digest = (tmp_path / "ours" / "digest").read_text()
     assert digest.startswith("2 ")
     assert digest == (tmp_path / "theirs" / "digest").read_text()
