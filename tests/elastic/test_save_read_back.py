@@ -197,3 +197,10 @@ def test_workers_of_a_sharded_job_read_back_what_each_has_written(
     assert sorted(read) == [f"tensors-{number:05d}-of-00002.safetensors" for number in (1, 2)]
     told = [one for path in (tmp_path / "logs").glob("events-*") for one in read_lines(path)]
     assert [(one["step"], one["verified"]) for one in told if one["event"] == "saved"] == [(2, True)]
+
+
+def test_a_tensor_that_no_file_can_hold_is_named(tmp_path: Path) -> None:
+    tree, tensors = {"average": {"$": "tensor", "i": 0}}, [torch.ones(2, dtype=torch.complex128)]
+    with pytest.raises(TypeError, match=r"average.* is a tensor of torch.complex128.*torch.view_as_real"):
+        write_save(tmp_path, 1, tree, tensors, keep=1)
+    assert list(tmp_path.iterdir()) == []

@@ -158,12 +158,20 @@ def _stored(value: Any, what: str, error: type[Exception]) -> StoredRange:
 
 
 def write_tensor_file(path: Path, ranges: Iterable[TensorRange], *, verify: bool = False) -> FileRecord:
-    """Write ranges into one file. ``OSError`` when the disk does not take it, or ``verify`` finds other bytes there."""
+    """Write ranges into one file. ``OSError`` when the disk does not take it, or ``verify`` finds other bytes there.
+
+    ``TypeError`` names a tensor of a dtype that such files cannot hold.
+    """
     from safetensors import SafetensorError  # start-up: loaded when used
     from safetensors.torch import save_file
 
     stored, values = [], {}
     for one in ranges:
+        if one.values.dtype == torch.complex128:
+            raise TypeError(
+                f"{one.name} is a tensor of torch.complex128, which a safetensors file cannot hold; keep it as "
+                "torch.view_as_real(tensor), or as complex64"
+            )
         found = StoredRange(one.name, one.values.dtype, tuple(one.shape), one.begin, one.end, chunk=one.chunk)
         stored.append(found)
         values[found.key] = one.values.detach().contiguous().view(found.stored_shape)
